@@ -127,7 +127,9 @@ class DatasetDir:
         if not path.is_dir():
             raise UserError(f"no dataset directory at {path}: make one with `prm data build ... --out {path}`")
         if not file.is_file():
-            raise UserError(f"{path} holds no dataset.json: it is not a dataset directory (see `prm data build --help`)")
+            raise UserError(
+                f"{path} holds no dataset.json: it is not a dataset directory (see `prm data build --help`)"
+            )
         try:
             info = json.loads(file.read_text(encoding="utf-8"))
             version, prints = info["schema_version"], info["fingerprints"]
@@ -139,7 +141,9 @@ class DatasetDir:
             if not (path / name).is_file():
                 raise UserError(f"{path / name} is missing: build the dataset again")
             if verify and store.fingerprint_file(path / name) != prints.get(name):
-                raise UserError(f"{path / name} changed since it was written: run `prm data check {path}`, or build it again")
+                raise UserError(
+                    f"{path / name} changed since it was written: run `prm data check {path}`, or build it again"
+                )
         return cls(path, info)
 
     @property
@@ -213,7 +217,9 @@ def _record_problems(
                     found.append(("user_id", f"{item.user_id!r} is not in users.parquet"))
                 elif item.split in records.SPLITS and item.split not in allowed:
                     found.append(("split", f"{item.split!r} is not for a user of role {role!r}"))
-            problems.extend(RowProblem(f"{place}/{file}", line, name, reason, repr(item)[:200]) for name, reason in found)
+            problems.extend(
+                RowProblem(f"{place}/{file}", line, name, reason, repr(item)[:200]) for name, reason in found
+            )
 
     rows("users.parquet", users, "user_id", records.user_problems)
     rows("pairs.parquet", pairs, "pair_id", records.pair_problems)
@@ -232,7 +238,9 @@ def check_dataset(path: str | Path) -> list[RowProblem]:
     problems = _record_problems(str(path), pairs, completions, users)
     for name in _FILES:
         if store.fingerprint_file(data.path / name) != data.info["fingerprints"].get(name):
-            problems.append(RowProblem(str(data.path / name), 0, "file", "its fingerprint is not the one in dataset.json"))
+            problems.append(
+                RowProblem(str(data.path / name), 0, "file", "its fingerprint is not the one in dataset.json")
+            )
     if not pairs and not completions:
         problems.append(RowProblem(str(data.path), 0, "rows", "the dataset is empty"))
     problems += _crossing_prompts(str(data.path / "pairs.parquet"), pairs, data.info.get("split_rule", "prompt"))

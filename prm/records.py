@@ -177,7 +177,9 @@ def pair_problems(pair: PreferencePair) -> list[tuple[str, str]]:
 
 def completion_problems(completion: Completion) -> list[tuple[str, str]]:
     """(field, reason) for everything wrong with one completion."""
-    found = [(name, reason) for name in ("example_id", "user_id") if (reason := text_problem(getattr(completion, name)))]
+    found = [
+        (name, reason) for name in ("example_id", "user_id") if (reason := text_problem(getattr(completion, name)))
+    ]
     if completion.split not in SPLITS:
         found.append(("split", f"is {completion.split!r}, one of {', '.join(SPLITS)} is needed"))
     if reason := prompt_problem(completion.prompt):

@@ -66,7 +66,9 @@ def writing(target: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no space left to write {target}: free some disk space, or choose another --out") from error
+            raise UserError(
+                f"no space left to write {target}: free some disk space, or choose another --out"
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"cannot write {target}: {error.strerror}; choose a writable directory") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
