@@ -1,0 +1,244 @@
+"""Preference pairs of a dataset directory as token batches, for every reward model."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from prm.backbones import is_encoder, open_tokenizer
+from prm.dataset_dir import DatasetDir
+from prm.errors import UserError
+from prm.features import pad_batch
+from prm.formatting import Formatter
+from prm.records import PreferencePair
+from prm.store import canonical_json
+from prm.training.samplers import CoveringBatchSampler, GroupedBatchSampler
+
+log = logging.getLogger(__name__)
+# Which split of a dataset directory serves which loader. The adaptation users' splits are never read here.
+LOADER_SPLITS = {"train": "train", "validation": "validation", "test": "test_seen"}
+
+
+class PairTokens(Dataset[int]):
+    """Token ids of the pairs of one split; every distinct (prompt, response) is encoded and kept once.
+
+    An item is the pair's own index, so a batch of items is a batch of sample ids for `collate`.
+
+    Args:
+        pairs: the pairs, N.
+        user_index: user id -> row of the user table.
+        weights: user id -> weight of each of the user's pairs.
+        formatter: from texts to token ids; counts what it cuts.
+        pad_id: padding id.
+
+    Attributes:
+        sequences: token ids of the distinct texts.
+        groups: prompt of each pair, for the samplers.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[PreferencePair],
+        user_index: dict[str, int],
+        weights: dict[str, float],
+        formatter: Formatter,
+        pad_id: int,
+    ) -> None:
+        self.pad_id = pad_id
+        self.sequences: list[tuple[int, ...]] = []
+        self.groups: list[str] = []
+        rows: dict[tuple[str, str], int] = {}
+        columns: list[tuple[int, int, int]] = []
+
+        def row(pair: PreferencePair, prompt: str, response: str) -> int:
+            if (prompt, response) not in rows:
+                rows[prompt, response] = len(self.sequences)
+                self.sequences.append(formatter.encode(pair.prompt, response).ids)
+            return rows[prompt, response]
+
+        for pair in pairs:
+            prompt = canonical_json(pair.prompt)
+            self.groups.append(prompt)
+            columns.append((row(pair, prompt, pair.chosen), row(pair, prompt, pair.rejected), user_index[pair.user_id]))
+        self._columns = columns
+        self._weights = [weights[pair.user_id] for pair in pairs]
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def collate(self, sample_ids: Sequence[int]) -> dict[str, Tensor]:
+        """A batch of N pairs over their M distinct sequences, padded on the right to T tokens.
+
+        Returns:
+            input_ids, attention_mask [M, T]; chosen, rejected [N], rows of input_ids; user_index [N]; weight [N];
+            sample_ids [N].
+        """
+        place: dict[int, int] = {}
+        chosen, rejected, users = zip(*(self._columns[i] for i in sample_ids), strict=True)
+        for chosen_row, rejected_row in zip(chosen, rejected, strict=True):
+            place.setdefault(chosen_row, len(place))
+            place.setdefault(rejected_row, len(place))
+        input_ids, attention_mask = pad_batch([self.sequences[row] for row in place], self.pad_id)
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "chosen": torch.tensor([place[row] for row in chosen]),
+            "rejected": torch.tensor([place[row] for row in rejected]),
+            "user_index": torch.tensor(users),
+            "weight": torch.tensor([self._weights[i] for i in sample_ids]),
+            "sample_ids": torch.tensor(list(sample_ids)),
+        }
+
+
+class PreferenceDataModule(LightningDataModule):
+    """Pairs of the training users: train, validation and test_seen.
+
+    Args:
+        data: dataset directory, as `prm data build` writes it.
+        backbone: whose tokenizer to use; the command line takes it from model.backbone.
+        revision: of a hub id; the command line takes it from model.revision.
+        batch_size: pairs per rank and step. A pair is two sequences, less those that pairs of one prompt share.
+        eval_batch_size: pairs per rank and evaluation step.
+        max_length: most tokens of prompt and response; longer prompts are cut from the left, and counted.
+        num_workers: processes that build batches; 0 is enough, since tokens are ready in memory.
+        seed: of the order of training pairs.
+    """
+
+    def __init__(
+        self,
+        data: str,
+        backbone: str,
+        revision: str | None = None,
+        batch_size: int = 8,
+        eval_batch_size: int = 16,
+        max_length: int = 512,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1 or eval_batch_size < 1:
+            raise UserError("data.batch_size and data.eval_batch_size must be 1 or more")
+        self.directory = DatasetDir.open(data)
+        self.backbone, self.revision = backbone, revision
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.max_length, self.num_workers, self.seed = max_length, num_workers, seed
+        self.user_ids: list[str] = []
+        self.pairs_per_user: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
+        self._tokens: dict[str, PairTokens] = {}
+        self._formatter: Formatter | None = None
+        self._read: tuple[str, ...] = ()
+
+    @property
+    def formatter(self) -> Formatter:
+        """From texts to token ids; there after `setup`."""
+        assert self._formatter is not None, "setup() was not called"
+        return self._formatter
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the dataset directory."""
+        return self.directory.fingerprint
+
+    def setup(self, stage: str) -> None:
+        """Read the pairs, number the users and encode every distinct text: train and validation to fit, all to test.
+
+        Raises:
+            UserError: no training pairs, or a response longer than max_length.
+        """
+        names = ("train", "validation") if stage == "fit" else tuple(LOADER_SPLITS)
+        if set(names) <= set(self._read):
+            return
+        self._read = names
+        pairs = {name: self.directory.pairs([LOADER_SPLITS[name]]) for name in names}
+        if not pairs["train"]:
+            raise UserError(f"{self.directory.path} holds no training pairs: build it with training users")
+        self.pairs_per_user = dict(sorted(Counter(p.user_id for p in pairs["train"]).items()))
+        self.user_ids = list(self.pairs_per_user)
+        user_index = {user: row for row, user in enumerate(self.user_ids)}
+        weights = user_weights(self.pairs_per_user)
+        tokenizer = open_tokenizer(self.backbone, self.revision)
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        self._formatter = Formatter(tokenizer, self.max_length, encoder=is_encoder(self.backbone, self.revision))
+        for name, rows in pairs.items():
+            known = [p for p in rows if p.user_id in user_index]
+            self.counts[f"{name}_pairs"] = len(known)
+            self.counts[f"{name}_pairs_of_untrained_users"] = len(rows) - len(known)
+            if known:
+                self._tokens[name] = PairTokens(known, user_index, weights, self._formatter, pad_id)
+        self.counts["users"] = len(self.user_ids)
+        self.counts["sequences"] = sum(len(t.sequences) for t in self._tokens.values())
+        self.counts["cut_sequences"] = self._formatter.cut_rows
+        self.counts["cut_tokens"] = self._formatter.cut_tokens
+
+    def summary(self) -> str:
+        """One line on what was read, left out and cut."""
+        c = self.counts
+        pairs = ", ".join(f"{c[f'{name}_pairs']} {LOADER_SPLITS[name]}" for name in self._read)
+        line = (
+            f"{self.directory.name}: {c['users']} users; pairs: {pairs}; {c['cut_sequences']} of {c['sequences']} "
+            f"distinct texts cut to {self.max_length} tokens"
+        )
+        untrained = sum(c[f"{name}_pairs_of_untrained_users"] for name in self._read)
+        return line + (f"; {untrained} pairs of users without training pairs left out" if untrained else "")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank, num_ranks = self._ranks()
+        tokens = self._tokens["train"]
+        sampler = GroupedBatchSampler(tokens.groups, self.batch_size, rank=rank, num_ranks=num_ranks, seed=self.seed)
+        if sampler.num_left_out and rank == 0:
+            log.info(
+                "%d of %d training pairs are left out of each epoch (others each time): steps of %d x %d are full",
+                sampler.num_left_out,
+                len(tokens),
+                num_ranks,
+                self.batch_size,
+            )
+        return self._loader(tokens, sampler)
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        return self._evaluation_loader("validation")
+
+    def test_dataloader(self) -> DataLoader[Any] | list[Any]:
+        return self._evaluation_loader("test")
+
+    def _evaluation_loader(self, name: str) -> DataLoader[Any] | list[Any]:
+        if name not in self._tokens:
+            return []
+        rank, num_ranks = self._ranks()
+        tokens = self._tokens[name]
+        return self._loader(
+            tokens, CoveringBatchSampler(tokens.groups, self.eval_batch_size, rank=rank, num_ranks=num_ranks)
+        )
+
+    def _loader(self, tokens: PairTokens, sampler: Any) -> DataLoader[Any]:
+        return DataLoader(
+            tokens,
+            batch_sampler=sampler,
+            collate_fn=tokens.collate,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def _ranks(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+
+def user_weights(pairs_per_user: dict[str, int]) -> dict[str, float]:
+    """Weight of each pair of a user, N / (U n_u), with N pairs, U users and n_u pairs of this user.
+
+    The mean over all pairs of weight * loss is then the mean over users of each user's mean loss, and the mean over a
+    uniformly drawn minibatch estimates it without bias.
+    """
+    total, users = sum(pairs_per_user.values()), len(pairs_per_user)
+    return {user: total / (users * count) for user, count in pairs_per_user.items()}

@@ -1,0 +1,1 @@
+"""Benchmarks: which cases, which methods, which figures."""

@@ -1,0 +1,1 @@
+"""Figures of what was written and of how well rewards rank."""

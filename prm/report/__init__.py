@@ -1,0 +1,1 @@
+"""The report: an evaluation as one self-contained HTML file."""

@@ -1,0 +1,1 @@
+"""Training: the Lightning module, samplers, strategies and the command line of the recipes."""

@@ -1,0 +1,198 @@
+"""One forward of the backbone over a batch's distinct texts, one head, one table of users, one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+
+from prm.backbones import Backbone, LoraSpec, open_backbone, resolve
+from prm.errors import UserError
+from prm.preference_accuracy import UserPreferenceAccuracy
+from prm.reward_models import FeatureReward
+from prm.training.validation import UserMeanLoss
+
+
+class RewardModelModule(LightningModule):
+    """Train a reward model with its user table, and a LoRA adapter below it, on preference pairs.
+
+    The adapter, the head and the users are float32 and trained by one AdamW, each with its own learning rate; the rest
+    of the backbone is frozen, stays in eval mode, and may be bfloat16. The model is built in `setup`, since the number
+    of users comes from the data.
+
+    Args:
+        backbone: hub id, model directory or "pip:PACKAGE".
+        reward_model: the method, by class path and arguments; the feature width is supplied.
+        revision: of a hub id.
+        dtype: of the frozen weights. bfloat16 halves their memory; auto takes it on CUDA and float32 elsewhere.
+        lora: the adapter; null trains the head and the users on frozen features.
+        pooling: which hidden state is the feature. last is right for causal models, mean or first for encoders.
+        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        adapter_lr: learning rate of the LoRA adapter. The adapter forgets above 1e-3.
+        head_lr: learning rate of the head.
+        user_lr: learning rate of the users' states. A user is in few batches, so this is the highest.
+        weight_decay: of the adapter; the head and the users have none.
+        warmup_steps: steps over which all three rates rise from 0.
+        schedule: constant, or linear to zero at the last step, after the warm-up.
+        user_weighting: user weighs users the same (a pair counts N / (U n_u)), pair weighs pairs the same.
+        seed: of the head's, the adapter's and the users' start; the command line takes it from seed_everything.
+    """
+
+    def __init__(
+        self,
+        backbone: str,
+        reward_model: Callable[[int], FeatureReward],
+        revision: str | None = None,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        lora: LoraSpec | None = None,
+        pooling: Literal["last", "mean", "first"] = "last",
+        gradient_checkpointing: bool = False,
+        adapter_lr: float = 2e-4,
+        head_lr: float = 1e-3,
+        user_lr: float = 1e-2,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        schedule: Literal["constant", "linear"] = "constant",
+        user_weighting: Literal["user", "pair"] = "user",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        # Lightning's and DeepSpeed's own checkpoints hold trainable weights only.
+        self.strict_loading = False
+        self._name, self._revision, self._dtype = backbone, revision, dtype
+        self._reward_model, self._lora, self._pooling = reward_model, lora, pooling
+        self._gradient_checkpointing = gradient_checkpointing
+        self.learning_rates = {"adapter": adapter_lr, "head": head_lr, "users": user_lr}
+        self.weight_decay, self.warmup_steps, self.schedule = weight_decay, warmup_steps, schedule
+        self.user_weighting, self.seed = user_weighting, seed
+        self.backbone: Backbone
+        self.head: FeatureReward
+        self.users: Tensor
+        self.accuracy = UserPreferenceAccuracy()
+        self.validation_loss = UserMeanLoss()
+
+    def prepare_data(self) -> None:
+        # One rank a node downloads and converts; the others then find it in the cache.
+        resolve(self._name, revision=self._revision)
+
+    def setup(self, stage: str) -> None:
+        if not hasattr(self, "backbone"):
+            self.build(len(self.trainer.datamodule.user_ids))
+
+    def build(self, num_users: int) -> None:
+        """Open the backbone and start the head and the states of `num_users` users, all from the seed.
+
+        Raises:
+            UserError: the backbone or an option does not fit.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.backbone = open_backbone(
+                self._name,
+                revision=self._revision,
+                dtype=self._dtype,
+                lora=self._lora,
+                pooling=self._pooling,
+                gradient_checkpointing=self._gradient_checkpointing,
+            )
+            self.head = self._reward_model(self.backbone.hidden_size)
+        states = self.head.initial_users(num_users, torch.Generator().manual_seed(self.seed)).float()
+        # A method that does not look at users has none to train, and DeepSpeed no use for empty parameters.
+        if self.head.user_dim:
+            self.users = nn.Parameter(states)
+        else:
+            self.register_buffer("users", states, persistent=False)
+        self.training_mode()
+
+    def training_mode(self) -> None:
+        """Adapter and head in train mode (dropout), everything frozen in eval mode."""
+        self.backbone.eval()
+        for name, module in self.backbone.named_modules():
+            if "lora_" in name:
+                module.train()
+            # Transformers checkpoints a layer only while the layer itself, but not its parts, is in train mode.
+            elif self._gradient_checkpointing and getattr(module, "gradient_checkpointing", None) is True:
+                module.training = True
+        self.head.train()
+
+    def on_fit_start(self) -> None:
+        self.training_mode()
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Features [N, d] of the chosen and of the rejected texts, and users' states [N, z], of a batch of N pairs."""
+        features_md = self.backbone(batch["input_ids"], batch["attention_mask"])
+        return features_md[batch["chosen"]], features_md[batch["rejected"]], self.users[batch["user_index"]]
+
+    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+        # Every batch of every rank has the same number of pairs, so the mean over ranks of these means is the mean
+        # over pairs.
+        weight_n = batch["weight"] if self.user_weighting == "user" else None
+        chosen_nd, rejected_nd, user_nz = self(batch)
+        loss = self.head.loss(chosen_nd, rejected_nd, user_nz, weight_n)
+        self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(batch["chosen"]))
+        return loss
+
+    def _evaluation_step(self, batch: dict[str, Tensor]) -> None:
+        chosen_nd, rejected_nd, user_nz = self(batch)
+        chosen, rejected = self.head.scores(chosen_nd, user_nz), self.head.scores(rejected_nd, user_nz)
+        self.accuracy.update(batch["sample_ids"], batch["user_index"], chosen, rejected)
+        self.validation_loss.update(batch["sample_ids"], batch["user_index"], chosen, rejected)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        self._evaluation_step(batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        self._evaluation_step(batch)
+
+    def _log_evaluation(self, suffix: str) -> None:
+        figures = self.accuracy.compute()
+        # The same on every rank: the metrics gather all rows.
+        self.log(f"preferences/rm_accuracy{suffix}", figures["accuracy"], prog_bar=True, rank_zero_only=False)
+        self.log(f"preferences/rm_accuracy_strict{suffix}", figures["strict"])
+        self.log(f"preferences/ties{suffix}", float(figures["ties"]))
+        self.log("validation/loss" if not suffix else f"test{suffix}/loss", self.validation_loss.compute())
+        self.accuracy.reset()
+        self.validation_loss.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("_seen")
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Trainable parameters by part, each with its learning rate; parts without parameters are left out."""
+        parts = {
+            "adapter": [p for p in self.backbone.parameters() if p.requires_grad],
+            "head": list(self.head.parameters()),
+            "users": [self.users] if self.users.requires_grad else [],
+        }
+        return [
+            {
+                "params": parameters,
+                "lr": self.learning_rates[name],
+                "weight_decay": self.weight_decay if name == "adapter" else 0.0,
+                "name": name,
+            }
+            for name, parameters in parts.items()
+            if parameters
+        ]
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.parameter_groups())
+        total = float(self.trainer.estimated_stepping_batches)
+        if self.schedule == "linear" and total == float("inf"):
+            raise UserError("model.schedule linear needs an end: set trainer.max_steps or trainer.max_epochs")
+
+        def factor(step: int) -> float:
+            if step < self.warmup_steps:
+                return (step + 1) / (self.warmup_steps + 1)
+            return (
+                1.0 if self.schedule == "constant" else max(0.0, (total - step) / max(1.0, total - self.warmup_steps))
+            )
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,0 +1,93 @@
+"""DeepSpeed on a machine without CUDA: what Lightning's strategy refuses there, made to run.
+
+A recipe says `strategy: deepspeed_stage_2` and nothing else. On CUDA that is Lightning's own strategy; elsewhere it is
+the subclass below, with DeepSpeed's CPU accelerator and gloo. ZeRO then shards the optimizer's state (and, from stage
+2, the gradients) over the ranks just as it does on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from prm.errors import UserError
+from prm.extras import installed_version
+
+_STAGES = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2}
+
+
+class KeepDtypes(DeepSpeedPrecision):
+    """Parameters stay in the dtypes they have: a frozen bfloat16 backbone below a float32 adapter and head.
+
+    Lightning's own casts the whole module to one dtype.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("32-true")
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+class DeepSpeedCPUStrategy(DeepSpeedStrategy):
+    """Lightning's DeepSpeed strategy on CPU: three methods differ."""
+
+    def setup_environment(self) -> None:
+        # Past DeepSpeedStrategy's check for CUDA.
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        # Without the check that the ranks' device indices differ: there is one CPU device.
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    def root_device(self) -> torch.device:
+        # DeepSpeed reads the index as the rank's device.
+        return torch.device("cpu", 0)
+
+
+def is_deepspeed(name: Any) -> bool:
+    """True for the names of DeepSpeed strategies."""
+    return isinstance(name, str) and name.startswith("deepspeed")
+
+
+def deepspeed_strategy(name: str, *, cuda: bool, batch_size: int) -> DeepSpeedStrategy:
+    """The strategy behind one of the names `deepspeed`, `deepspeed_stage_1` and `deepspeed_stage_2`.
+
+    Args:
+        name: as in `--trainer.strategy`.
+        cuda: whether the trainer runs on CUDA devices.
+        batch_size: pairs per rank and step; DeepSpeed needs it for its throughput log alone.
+
+    Raises:
+        UserError: a name that is not one of these (stage 3 and offloading are not supported yet), or DeepSpeed is not
+            installed.
+    """
+    if name not in _STAGES:
+        raise UserError(f"trainer.strategy {name} is not supported: use {', '.join(sorted(_STAGES))} or ddp")
+    if installed_version("deepspeed") is None:
+        raise UserError("deepspeed is not installed: pip install 'prm-toolkit[train]', or use --trainer.strategy ddp")
+    options: dict[str, Any] = {
+        "stage": _STAGES[name],
+        "logging_batch_size_per_gpu": batch_size,
+        "precision_plugin": KeepDtypes(),
+        "exclude_frozen_parameters": True,
+        # Buckets are allocated whole, and Lightning's 200 million numbers are far more than an adapter has.
+        "allgather_bucket_size": 20_000_000,
+        "reduce_bucket_size": 20_000_000,
+    }
+    if cuda:
+        return DeepSpeedStrategy(**options)
+    # DeepSpeed chooses its accelerator when it is first imported, which is later than this.
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    rank_zero_info(f"DeepSpeed ZeRO stage {_STAGES[name]} on CPU (gloo)")
+    return DeepSpeedCPUStrategy(**options, process_group_backend="gloo", overlap_comm=False)

@@ -1,0 +1,87 @@
+import pytest
+
+from prm.errors import UserError
+from prm.training.samplers import CoveringBatchSampler, GroupedBatchSampler
+
+GROUPS = [index // 3 for index in range(60)]  # 20 prompts with 3 pairs each
+
+
+def steps(num_ranks: int, batch_size: int, epoch: int = 0, groups=GROUPS, seed: int = 0) -> list[list[list[int]]]:
+    """Batches by step and rank."""
+    samplers = [
+        GroupedBatchSampler(groups, batch_size, rank=rank, num_ranks=num_ranks, seed=seed) for rank in range(num_ranks)
+    ]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [list(step) for step in zip(*samplers, strict=True)]
+
+
+def test_every_rank_has_the_same_number_of_full_batches_and_no_pair_twice():
+    batches = steps(3, 4)
+    assert len(batches) == 60 // 12
+    flat = [i for step in batches for batch in step for i in batch]
+    assert all(len(batch) == 4 for step in batches for batch in step)
+    assert sorted(flat) == sorted(set(flat))
+    assert len(flat) == 60
+
+
+def test_two_ranks_see_in_a_step_what_one_rank_sees_in_two():
+    two = [batch for step in steps(2, 5) for batch in step]
+    one = [batch for step in steps(1, 5) for batch in step]
+    assert two == one
+
+
+def test_pairs_of_a_prompt_stay_together():
+    flat = [i for (batch,) in steps(1, 6) for i in batch]
+    order = [GROUPS[i] for i in flat]
+    blocks = [order[i : i + 3] for i in range(0, 60, 3)]
+    assert all(len(set(block)) == 1 for block in blocks)
+
+
+def test_the_shuffle_depends_on_seed_and_epoch_alone():
+    assert steps(2, 4, epoch=1) == steps(2, 4, epoch=1)
+    assert steps(2, 4, epoch=1) != steps(2, 4, epoch=2)
+    assert steps(2, 4, seed=1) != steps(2, 4, seed=2)
+
+
+def test_what_does_not_fill_a_step_is_left_out_and_counted_but_not_for_good():
+    groups = list(range(23))
+    sampler = GroupedBatchSampler(groups, 4, rank=0, num_ranks=2)
+    assert sampler.num_left_out == 7
+    seen = set()
+    for epoch in range(20):
+        seen |= {i for step in steps(2, 4, epoch=epoch, groups=groups) for batch in step for i in batch}
+    assert seen == set(groups)
+
+
+def test_too_few_pairs_for_one_step_names_the_option():
+    with pytest.raises(UserError, match=r"data\.batch_size"):
+        GroupedBatchSampler([0, 1, 2], 2, rank=0, num_ranks=2)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_evaluation_covers_all_pairs_with_equal_counts(num_pairs, num_ranks):
+    groups = [i // 2 for i in range(num_pairs)]
+    ranks = [list(CoveringBatchSampler(groups, 4, rank=r, num_ranks=num_ranks)) for r in range(num_ranks)]
+    assert {len(batches) for batches in ranks} == {-(-num_pairs // (4 * num_ranks))}
+    assert all(0 < len(batch) <= 4 for batches in ranks for batch in batches)
+    flat = [i for batches in ranks for batch in batches for i in batch]
+    assert set(flat) == set(range(num_pairs))
+    if num_pairs >= len(ranks[0]) * num_ranks:
+        assert len(flat) == num_pairs
+
+
+def test_evaluating_nothing_is_an_error():
+    with pytest.raises(UserError, match="no pairs"):
+        CoveringBatchSampler([], 4)
+
+
+def test_lightning_finds_set_epoch():
+    from lightning.fabric.utilities.data import _set_sampler_epoch
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(range(60), batch_sampler=GroupedBatchSampler(GROUPS, 4))
+    before = [list(map(int, batch)) for batch in loader]
+    _set_sampler_epoch(loader, 3)
+    assert [list(map(int, batch)) for batch in loader] != before
