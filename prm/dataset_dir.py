@@ -132,7 +132,9 @@ class DatasetDir:
             )
         try:
             info = json.loads(file.read_text(encoding="utf-8"))
-            version, prints = info["schema_version"], info["fingerprints"]
+            version, prints = info["schema_version"], dict(info["fingerprints"])
+            if info["split_rule"] not in SPLIT_RULES:
+                raise ValueError(f"split_rule {info['split_rule']!r}, one of {SPLIT_RULES} is needed")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged ({error}): build the dataset again") from error
         if version != SCHEMA_VERSION:

@@ -30,7 +30,8 @@ class Formatter:
 
     Causal models: the chat template's prompt with the assistant's header, the response, the end-of-sequence token
     (a tokenizer without a template gets "content" blocks separated by blank lines). Encoders: [CLS] prompt [SEP]
-    response [SEP]. The prompt and the response are tokenized apart, so all responses to one prompt share its tokens exactly.
+    response [SEP]. The prompt and the response are tokenized apart, so all responses to one prompt share its tokens
+    exactly.
 
     What is too long is cut from the left of the prompt, never from the response; `cut_rows` and `cut_tokens` count it.
 

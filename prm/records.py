@@ -14,6 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from prm.errors import UserError
+
 ROLES = ("system", "user", "assistant")
 TRAIN_SPLITS = ("train", "validation", "test_seen")
 ADAPT_SPLITS = ("support", "test")
@@ -231,14 +233,26 @@ def users_table(users: Sequence[User]) -> pa.Table:
     )
 
 
+def _parsed(row: dict[str, Any], name: str, empty: Any) -> Any:
+    """A JSON column of a row; what is not JSON is a UserError that names the row."""
+    text = row[name]
+    if not text:
+        return empty
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        identity = row.get("pair_id") or row.get("example_id") or row.get("user_id")
+        raise UserError(f"row {identity!r}: {name} is not JSON ({error}): build the dataset again") from error
+
+
 def pairs_from_table(table: pa.Table) -> list[PreferencePair]:
     """Rows of a PAIR_SCHEMA table as records."""
-    return [PreferencePair(**{**row, "meta": json.loads(row["meta"] or "{}")}) for row in table.to_pylist()]
+    return [PreferencePair(**{**row, "meta": _parsed(row, "meta", {})}) for row in table.to_pylist()]
 
 
 def completions_from_table(table: pa.Table) -> list[Completion]:
     """Rows of a COMPLETION_SCHEMA table as records."""
-    return [Completion(**{**row, "meta": json.loads(row["meta"] or "{}")}) for row in table.to_pylist()]
+    return [Completion(**{**row, "meta": _parsed(row, "meta", {})}) for row in table.to_pylist()]
 
 
 def users_from_table(table: pa.Table) -> list[User]:
@@ -248,8 +262,8 @@ def users_from_table(table: pa.Table) -> list[User]:
             row["user_id"],
             row["role"],
             row["profile"],
-            json.loads(row["history"]) if row["history"] else None,
-            json.loads(row["persona"]) if row["persona"] else None,
+            _parsed(row, "history", None),
+            _parsed(row, "persona", None),
         )
         for row in table.to_pylist()
     ]

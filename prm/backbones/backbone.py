@@ -64,7 +64,10 @@ def content_hash(name: str) -> str | None:
     path = Path(name)
     if not path.is_dir():
         return None
-    files = sorted([*path.glob("*.safetensors"), path / "config.json"])
+    if not (path / "config.json").is_file():
+        raise UserError(f"{name} holds no config.json: it is not a model directory")
+    # Weights and tokenizer: either one changed gives other scores.
+    files = sorted(f for f in path.iterdir() if f.suffix in {".safetensors", ".json", ".model", ".txt", ".jinja"})
     stamp = tuple((str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
     if stamp not in _HASHES:
         _HASHES[stamp] = store.fingerprint([[f.name, store.fingerprint_file(f)] for f in files])
@@ -75,7 +78,12 @@ _HASHES: dict[tuple[Any, ...], str] = {}
 
 
 def _open(factory: Any, name: str, revision: str | None, **options: Any) -> Any:
-    """`from_pretrained` with the mistakes of its many backends turned into one line."""
+    """`from_pretrained`, quietly, with the mistakes of its many backends turned into one line."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # Its report of weights that belong to a task head, which we never open, reads like a fault.
+    transformers_logging.set_verbosity_error()
     try:
         return factory.from_pretrained(resolve(name), revision=revision, trust_remote_code=False, **options)
     except UserError:
@@ -168,7 +176,7 @@ class Backbone(nn.Module):
         return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
     def _decoder(self) -> nn.Module:
-        base = self.model.get_base_model() if self.lora is not None else self.model  # type: ignore[operator]
+        base = self.model.get_base_model() if self.lora is not None else self.model
         # Causal models: the part below the LM head, so that no logits are computed.
         return base if self.encoder else base.get_decoder()
 
@@ -212,7 +220,7 @@ class Backbone(nn.Module):
             )
         directory.mkdir(parents=True)
         save_file({k: v.float() for k, v in tensors.items()}, directory / "adapter_model.safetensors", {"format": "pt"})
-        config = self.model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]
+        config = self.model.peft_config["default"].to_dict()
         config.update(inference_mode=True, base_model_name_or_path=self.name, revision=self.revision)
         config = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in config.items()}
         store.write_json(directory / "adapter_config.json", config)
