@@ -194,15 +194,17 @@ class PreferenceDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         rank, num_ranks = self._ranks()
+        accumulate = self.trainer.accumulate_grad_batches if self.trainer else 1
         tokens = self._tokens["train"]
-        sampler = GroupedBatchSampler(tokens.groups, self.batch_size, rank=rank, num_ranks=num_ranks, seed=self.seed)
+        sampler = GroupedBatchSampler(
+            tokens.groups, self.batch_size, rank=rank, num_ranks=num_ranks, accumulate=accumulate, seed=self.seed
+        )
         if sampler.num_left_out and rank == 0:
             log.info(
-                "%d of %d training pairs are left out of each epoch (others each time): steps of %d x %d are full",
+                "%d of %d training pairs are left out of each epoch, others each time: they do not fill a step of %d",
                 sampler.num_left_out,
                 len(tokens),
-                num_ranks,
-                self.batch_size,
+                self.batch_size * num_ranks * accumulate,
             )
         return self._loader(tokens, sampler)
 

@@ -1,7 +1,7 @@
 """Which pairs go into which batch of which rank.
 
-Both samplers work on one global order of pairs cut into windows of `batch_size`: step s of rank r takes window
-s * num_ranks + r. So N ranks see in one step exactly what one rank sees in N accumulated ones, and the place in an
+Both samplers work on one global order of pairs cut into windows of `batch_size`: batch b of rank r is window
+b * num_ranks + r. So N ranks see in one step exactly what one rank sees in N accumulated ones, and the place in an
 epoch is a number of pairs, whatever the number of ranks.
 """
 
@@ -21,13 +21,14 @@ class GroupedBatchSampler(Sampler[list[int]]):
 
     Pairs of one prompt share texts, so keeping them together lets a batch encode each text once. Groups are shuffled,
     then laid end to end and cut into batches, so a group may begin in one batch and end in the next. Every batch has
-    `batch_size` pairs and every rank the same number of batches: the up to `num_ranks * batch_size - 1` pairs at the
-    end of an epoch's order are left out of that epoch (`num_left_out`); other epochs leave out others.
+    `batch_size` pairs and every step the same number of batches, on all ranks: the pairs at the end of an epoch's order
+    that do not fill one more step are left out of that epoch (`num_left_out`); other epochs leave out others.
 
     Args:
         groups: group of each pair, length N; pairs with equal keys stay together.
         batch_size: pairs per rank and step.
         rank, num_ranks: which share of every step this sampler yields.
+        accumulate: batches a rank takes for one step of the optimizer.
         seed: of the shuffle, equal on all ranks.
 
     Raises:
@@ -35,7 +36,14 @@ class GroupedBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, groups: Sequence[Hashable], batch_size: int, *, rank: int = 0, num_ranks: int = 1, seed: int = 0
+        self,
+        groups: Sequence[Hashable],
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        accumulate: int = 1,
+        seed: int = 0,
     ) -> None:
         _check(batch_size, rank, num_ranks)
         members: dict[Hashable, list[int]] = defaultdict(list)
@@ -45,10 +53,11 @@ class GroupedBatchSampler(Sampler[list[int]]):
         self.batch_size = batch_size
         self.rank, self.num_ranks, self.seed = rank, num_ranks, seed
         self.epoch = 0
-        self._length = len(groups) // (batch_size * num_ranks)
+        self._length = len(groups) // (batch_size * num_ranks * accumulate) * accumulate
         if self._length == 0:
             raise UserError(
-                f"{len(groups)} pairs do not fill one step of {num_ranks} x {batch_size} pairs: lower data.batch_size"
+                f"{len(groups)} pairs do not fill one step of {batch_size} x {num_ranks} x {accumulate} "
+                "(data.batch_size x ranks x trainer.accumulate_grad_batches): lower data.batch_size"
             )
         self.num_left_out = len(groups) - self._length * batch_size * num_ranks
 
@@ -72,8 +81,8 @@ class GroupedBatchSampler(Sampler[list[int]]):
         for group in groups:
             generator.shuffle(group)
         order = [index for group in groups for index in group]
-        for step in range(self._length):
-            start = (step * self.num_ranks + self.rank) * self.batch_size
+        for batch in range(self._length):
+            start = (batch * self.num_ranks + self.rank) * self.batch_size
             yield order[start : start + self.batch_size]
 
 

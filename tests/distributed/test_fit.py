@@ -47,7 +47,7 @@ def place(tmp_path_factory, tiny_llama_path):
             "user_lr": 1e-1,
         },
         "data": {"data": str(root / "data"), "batch_size": 4, "max_length": 64},
-        "trainer": {"accelerator": "cpu", "max_epochs": 1, "logger": False},
+        "trainer": {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 2, "logger": False},
     }
     (root / "config.yaml").write_text(yaml.safe_dump(config))
     return root

@@ -9,8 +9,6 @@ import pytest
 
 from prm.extras import missing
 
-ADAPTERS = ("small", "large")
-
 
 @pytest.fixture(scope="session", autouse=True)
 def vllm_is_there() -> None:
@@ -20,22 +18,55 @@ def vllm_is_there() -> None:
 
 @pytest.fixture(scope="session")
 def adapters(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Real PEFT adapters, of ranks that vLLM has to round up, with random weights that change the features."""
+    """Adapters with random weights that change the features, one written by prm and one by plain PEFT.
+
+    Their ranks are none that vLLM reserves, so it has to be given room for more.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    root, paths = tmp_path_factory.mktemp("adapters"), {}
-    for label, rank, targets in zip(ADAPTERS, (4, 12), (["q_proj", "v_proj"], "all-linear"), strict=True):
-        torch.manual_seed(rank)
-        base = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
-        model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=targets))
+    from prm.backbones import LoraSpec, open_backbone
+
+    def randomise(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name:  # zero in a fresh adapter
                 torch.nn.init.normal_(parameter, std=0.02)
-        paths[label] = root / label
-        model.save_pretrained(paths[label])
-    return paths
+
+    root = tmp_path_factory.mktemp("adapters")
+    torch.manual_seed(0)
+    backbone = open_backbone(str(smollm2_path), dtype="float32", lora=LoraSpec(r=4))
+    randomise(backbone)
+    backbone.save_adapter(root / "small")
+    base = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=12, target_modules="all-linear"))
+    randomise(model)
+    model.save_pretrained(root / "large")
+    return {"small": root / "small", "large": root / "large"}
+
+
+@pytest.fixture(scope="session")
+def small_model(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that starts fast; its heads are as wide as vLLM's CPU kernels need."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        eos_token_id=2,
+    )
+    path = tmp_path_factory.mktemp("models") / "small"
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="session")

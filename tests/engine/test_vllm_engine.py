@@ -65,14 +65,12 @@ def test_every_adapter_changes_the_features(feature_engine: VllmFeatures, sequen
     assert np.abs(again - bare).max() < 1e-5 * np.abs(bare).max()
 
 
-def test_a_prm_adapter_opens_in_vllm(
-    smollm2_path: Path, reference: TransformersAdapterFeatures, feature_engine: VllmFeatures
-) -> None:
+def test_calls_that_do_not_fit_are_refused_and_the_engine_lives(feature_engine: VllmFeatures) -> None:
     with pytest.raises(ValueError, match="unknown adapter"):
         feature_engine.features([(1, 2)], "nobody")
     with pytest.raises(UserError, match="context is 128"):
         feature_engine.features([tuple(range(129))])
-    assert feature_engine.features([(1, 2, 3)]).shape[0] == 1  # it still answers
+    assert feature_engine.features([(1, 2, 3)]).shape[0] == 1
 
 
 def requests(formatter: Formatter, **options: Any) -> list[GenerationRequest]:
@@ -128,9 +126,9 @@ def session_processes(session: int) -> list[int]:
     return found
 
 
-def test_close_leaves_no_process_and_a_dead_worker_is_one_line(tiny_llama_path: Path, tmp_path: Path) -> None:
+def test_close_leaves_no_process_and_a_dead_worker_is_one_line(small_model: Path, tmp_path: Path) -> None:
     request = GenerationRequest((1, 5, 6), max_tokens=2)
-    engine = VllmGenerate(str(tiny_llama_path), dtype="float32", max_model_len=64, log=tmp_path / "first.log")
+    engine = VllmGenerate(str(small_model), dtype="float32", max_model_len=64, log=tmp_path / "first.log")
     session = engine.process.pid
     assert session_processes(session)
     assert engine.generate([request])
@@ -144,7 +142,7 @@ def test_close_leaves_no_process_and_a_dead_worker_is_one_line(tiny_llama_path: 
         engine.generate([request])
     engine.close()
 
-    with VllmFeatures(str(tiny_llama_path), dtype="float32", max_model_len=64) as features:
+    with VllmFeatures(str(small_model), dtype="float32", max_model_len=64) as features:
         session = features.process.pid
         assert features.features([(1, 5, 6)]).shape == (1, 64)
     assert session_processes(session) == []

@@ -31,6 +31,12 @@ def test_two_ranks_see_in_a_step_what_one_rank_sees_in_two():
     assert two == one
 
 
+def test_accumulated_steps_are_full():
+    sampler = GroupedBatchSampler(list(range(23)), 3, accumulate=2)
+    assert len(sampler) == len(list(sampler)) == 6
+    assert sampler.num_left_out == 5
+
+
 def test_pairs_of_a_prompt_stay_together():
     flat = [i for (batch,) in steps(1, 6) for i in batch]
     order = [GROUPS[i] for i in flat]
