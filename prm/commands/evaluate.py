@@ -28,6 +28,7 @@ _TAKEN_LABELS = ("low", "strict")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     _add_pref_lamp(
         benchmarks.add_parser(
@@ -77,10 +78,14 @@ def _add_pref_lamp(parser: argparse.ArgumentParser) -> None:
     add("--no-track", action="store_true", help="do not log to MLflow")
     add("--experiment", default="prm", help="MLflow experiment (default: prm)")
     add("--tracking-uri", metavar="URI", help="MLflow's address (default: $MLFLOW_TRACKING_URI, else runs/mlflow.db)")
-    add("--json", action="store_true", help="print the summary as JSON")
+    # SUPPRESS: its default must not undo a --json that stands before the benchmark's name.
+    add("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Exit status 0 when the evaluation is complete."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("prm").setLevel(logging.INFO)
     _require_extras(args)
     from prm.evaluation.benchmarks.pref_lamp import evaluate
 

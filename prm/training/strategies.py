@@ -7,6 +7,7 @@ the subclass below, with DeepSpeed's CPU accelerator and gloo. ZeRO then shards 
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from prm.errors import UserError
 from prm.extras import installed_version
 
+log = logging.getLogger(__name__)
 _STAGES = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2}
 
 
@@ -89,5 +90,5 @@ def deepspeed_strategy(name: str, *, cuda: bool, batch_size: int) -> DeepSpeedSt
         return DeepSpeedStrategy(**options)
     # DeepSpeed chooses its accelerator when it is first imported, which is later than this.
     os.environ["DS_ACCELERATOR"] = "cpu"
-    rank_zero_info(f"DeepSpeed ZeRO stage {_STAGES[name]} on CPU (gloo)")
+    log.info("DeepSpeed ZeRO stage %d on CPU (gloo)", _STAGES[name])
     return DeepSpeedCPUStrategy(**options, process_group_backend="gloo", overlap_comm=False)

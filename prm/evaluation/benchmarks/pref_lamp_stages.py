@@ -123,7 +123,9 @@ class Stages:
             return Plain(chat, o.plain_temperature)
         if name == "icl":
             return InContext(chat, o.shots, o.plain_temperature)
-        return RetrievedInContext(chat, SentenceEncoder(o.rag_encoder), o.shots, o.plain_temperature)
+        retrieving = RetrievedInContext(chat, SentenceEncoder(o.rag_encoder), o.shots, o.plain_temperature)
+        retrieving.prepare([c.request for c in self.cases])
+        return retrieving
 
     def reward(self, rewards: Sequence[UserReward]) -> None:
         """All rewards of all checkpoints, one feature engine for those that share a backbone."""

@@ -40,23 +40,25 @@ class RetrievedInContext(InContext):
         self.encoder = encoder
         self._known: dict[str, np.ndarray] = {}
 
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Encode the prompts of requests and of their histories; one call for all costs less than one a batch."""
+        texts = (prompt_text(asked) for r in requests for asked in (r.prompt, *(e.prompt for e in r.history)))
+        new = [t for t in dict.fromkeys(texts) if t not in self._known]
+        if new:
+            self._known.update(zip(new, self.encoder.encode(new), strict=True))
+
     def examples(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        texts = [prompt_text(r.prompt) for r in requests]
-        self._encode([*texts, *(prompt_text(e.prompt) for r in requests for e in r.history)])
+        self.prepare(requests)
         chosen: list[list[Completion]] = []
-        for request, text in zip(requests, texts, strict=True):
+        for request in requests:
             if not request.history:
                 chosen.append([])
                 continue
             history_nd = np.stack([self._known[prompt_text(e.prompt)] for e in request.history])
-            nearest = np.argsort(-(history_nd @ self._known[text]), kind="stable")[: self.shots]
+            similarity_n = history_nd @ self._known[prompt_text(request.prompt)]
+            nearest = np.argsort(-similarity_n, kind="stable")[: self.shots]
             chosen.append([request.history[i] for i in nearest[::-1]])
         return chosen
-
-    def _encode(self, texts: Sequence[str]) -> None:
-        new = [t for t in dict.fromkeys(texts) if t not in self._known]
-        if new:
-            self._known.update(zip(new, self.encoder.encode(new), strict=True))
 
 
 def prompt_text(prompt: Prompt) -> str:
