@@ -52,7 +52,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         if name == chosen:
             imported = importlib.import_module(module)
             imported.add_arguments(sub)
-            if not any("--json" in action.option_strings for action in sub._actions):
+            nested = any(isinstance(action, argparse._SubParsersAction) for action in sub._actions)
+            if not nested and not any("--json" in action.option_strings for action in sub._actions):
                 sub.add_argument("--json", action="store_true", help="machine-readable result on stdout")
     return parser
 

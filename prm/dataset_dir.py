@@ -133,6 +133,8 @@ class DatasetDir:
         try:
             info = json.loads(file.read_text(encoding="utf-8"))
             version, prints = info["schema_version"], dict(info["fingerprints"])
+            if not isinstance(info["name"], str) or not isinstance(info["synthetic"], bool):
+                raise ValueError("name must be a text and synthetic true or false")
             if info["split_rule"] not in SPLIT_RULES:
                 raise ValueError(f"split_rule {info['split_rule']!r}, one of {SPLIT_RULES} is needed")
         except (ValueError, KeyError, TypeError) as error:
@@ -164,7 +166,7 @@ class DatasetDir:
     def _table(self, name: str) -> pa.Table:
         try:
             return pq.read_table(self.path / name, schema=_FILES[name])
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise UserError(f"{self.path / name} cannot be read: {str(error).splitlines()[0]}") from error
 
     def pairs(self, splits: Iterable[str] | None = None) -> list[PreferencePair]:

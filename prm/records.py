@@ -160,6 +160,15 @@ def prompt_problem(prompt: Any) -> str | None:
     return None
 
 
+def json_problem(value: Any) -> str | None:
+    """Why `value` cannot be kept as JSON, or None."""
+    try:
+        (_json_or_none(value) or "").encode()
+    except (TypeError, ValueError) as error:
+        return f"cannot be written as JSON: {error}"
+    return None
+
+
 def pair_problems(pair: PreferencePair) -> list[tuple[str, str]]:
     """(field, reason) for everything wrong with one pair."""
     found = [(name, reason) for name in ("pair_id", "user_id") if (reason := text_problem(getattr(pair, name)))]
@@ -174,6 +183,8 @@ def pair_problems(pair: PreferencePair) -> list[tuple[str, str]]:
         found.append(("rejected", "equals chosen: the pair carries no preference"))
     if pair.margin is not None and (not isinstance(pair.margin, (int, float)) or not math.isfinite(pair.margin)):
         found.append(("margin", "must be a finite number or absent"))
+    if reason := json_problem(pair.meta):
+        found.append(("meta", reason))
     return found
 
 
@@ -188,6 +199,8 @@ def completion_problems(completion: Completion) -> list[tuple[str, str]]:
         found.append(("prompt", reason))
     if reason := text_problem(completion.reference):
         found.append(("reference", reason))
+    if reason := json_problem(completion.meta):
+        found.append(("meta", reason))
     return found
 
 
@@ -198,6 +211,11 @@ def user_problems(user: User) -> list[tuple[str, str]]:
         found.append(("user_id", reason))
     if user.role not in USER_ROLES:
         found.append(("role", f"is {user.role!r}, one of {', '.join(USER_ROLES)} is needed"))
+    if user.profile is not None and (reason := text_problem(user.profile)):
+        found.append(("profile", reason))
+    for name in ("history", "persona"):
+        if reason := json_problem(getattr(user, name)):
+            found.append((name, reason))
     return found
 
 

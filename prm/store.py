@@ -66,14 +66,21 @@ def writing(target: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"no space left to write {target}: free some disk space, or choose another --out"
-            ) from error
+            raise UserError(_no_space(target)) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"cannot write {target}: {error.strerror}; choose a writable directory") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise UserError(f"cannot write {target}: a file stands where a directory is needed") from error
         raise
+    except Exception as error:
+        # safetensors and tokenizers raise classes of their own, with the system's error in the text.
+        if "(os error 28)" in str(error):
+            raise UserError(_no_space(target)) from error
+        raise
+
+
+def _no_space(target: str | Path) -> str:
+    return f"no space left to write {target}: free some disk space, or choose another --out"
 
 
 def _sync_directory(path: Path) -> None:
@@ -163,7 +170,13 @@ def atomic_directory(path: str | Path, *, overwrite: bool = False) -> Iterator[P
             if path.exists():
                 retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
                 os.rename(path, retired / "old")
-            os.rename(temporary, path)
+            try:
+                os.rename(temporary, path)
+            except OSError:
+                if retired is not None:
+                    os.rename(retired / "old", path)
+                    retired.rmdir()
+                raise
             _sync_directory(path.parent)
             if retired is not None:
                 shutil.rmtree(retired, ignore_errors=True)

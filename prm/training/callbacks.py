@@ -156,6 +156,8 @@ class RunRecord(Callback):
             return
         # Before the first figure, with which the logger sends it to MLflow.
         store.write_text(self.directory / "config.yaml", self.config)
+        # Of an earlier run in this directory; the logger appends.
+        (self.directory / "metrics.jsonl").unlink(missing_ok=True)
         data = trainer.datamodule
         log.info("%s", data.summary())
         if trainer.logger is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,5 +92,8 @@ def deepspeed_strategy(name: str, *, cuda: bool, batch_size: int) -> DeepSpeedSt
         return DeepSpeedStrategy(**options)
     # DeepSpeed chooses its accelerator when it is first imported, which is later than this.
     os.environ["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed compiles an operator with the `ninja` of PATH: the one that was installed beside it, also where the
+    # environment is not activated. (Two ninjas in turn would compile it anew each time.)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     log.info("DeepSpeed ZeRO stage %d on CPU (gloo)", _STAGES[name])
     return DeepSpeedCPUStrategy(**options, process_group_backend="gloo", overlap_comm=False)
