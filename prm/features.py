@@ -35,6 +35,8 @@ class TransformersFeatures:
     """
 
     def __init__(self, backbone: Backbone, batch_size: int = 16, label: str = "features") -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size}: a number of 1 or more is needed")
         self.backbone = backbone
         self.batch_size = batch_size
         self.label = label

@@ -92,9 +92,11 @@ def _sync_directory(path: Path) -> None:
 
 
 def sync_tree(path: str | Path) -> None:
-    """fsync every file and directory below `path`, so that a rename after it publishes whole content."""
+    """Sync every file and directory below `path`, readable to all, so that a rename publishes whole content."""
     for directory, _, names in os.walk(path):
         for name in names:
+            # Some writers leave files that only their owner can read.
+            os.chmod(os.path.join(directory, name), 0o644)
             handle = os.open(os.path.join(directory, name), os.O_RDONLY)
             try:
                 os.fsync(handle)

@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from prm.errors import UserError
 
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size {args.batch_size}: a number of 1 or more is needed")
     single = (args.prompt, args.response)
     if args.input and any(v is not None for v in (*single, args.user)):
         raise UserError("--input stands alone: leave --user, --prompt and --response out")

@@ -131,7 +131,7 @@ class RecipeCLI(LightningCLI):
             trainer.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.run_dir = Path(config.run_dir or f"runs/{now}")
-        if rank() == 0 and not config.overwrite and self.run_dir.exists() and any(self.run_dir.iterdir()):
+        if rank() == 0 and not config.overwrite and _holds_a_run(self.run_dir):
             raise UserError(f"{self.run_dir} is not empty: choose another --run_dir, or pass --overwrite true")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -181,6 +181,11 @@ class RecipeCLI(LightningCLI):
             raise SystemExit(130)
         if rank() == 0:
             sys.stderr.write(f"run directory: {self.run_dir}\n")
+
+
+def _holds_a_run(directory: Path) -> bool:
+    """True when something is there beside what the tracking of a run leaves that ended before its first step."""
+    return directory.exists() and bool({p.name for p in directory.iterdir()} - {"mlflow.json", "spool"})
 
 
 def _use_all_cores() -> None:

@@ -15,6 +15,7 @@ import torch
 from prm.backbones import LoraSpec, open_backbone
 from prm.errors import UserError
 from prm.features import TransformersFeatures
+from prm.inference.engines import vllm_cpu_lora
 from prm.inference.engines.base import GenerationRequest
 from prm.inference.engines.transformers import TransformersAdapterFeatures, TransformersGenerate
 from prm.inference.engines.vllm import engine_environment
@@ -107,3 +108,15 @@ def test_several_adapters_on_one_backbone(tiny_llama_path: Path, tmp_path: Path)
     assert np.abs(expected["one"] - expected["two"]).max() > 1e-2
     with pytest.raises(ValueError, match="unknown adapter"):
         engine.features(sequences, "three")
+
+
+@pytest.mark.parametrize("adapters", [[0, 0, 0, 0], [2, 0, 1, 2], [1, -1, 1, -1], [-1, -1, -1, -1]])
+def test_lora_products_go_row_by_row_to_their_adapter(adapters: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, weights = torch.randn(4, 6, generator=generator), torch.randn(3, 5, 6, generator=generator)
+    expected = torch.stack(
+        [weights[a] @ x if a >= 0 else torch.zeros(5) for a, x in zip(adapters, inputs, strict=True)]
+    )
+    for given in (weights, weights[:, None]):
+        found = vllm_cpu_lora.adapter_products(inputs, given, torch.tensor(adapters))
+        assert torch.allclose(found, expected, atol=1e-6)

@@ -123,6 +123,14 @@ def test_a_run_directory_with_something_in_it_is_refused(tmp_path, capsys):
     assert (tmp_path / "old").read_text() == "kept"
 
 
+def test_what_a_run_leaves_that_never_began_is_no_run(tmp_path):
+    assert not cli._holds_a_run(tmp_path / "absent")
+    (tmp_path / "mlflow.json").write_text("{}")
+    assert not cli._holds_a_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("")
+    assert cli._holds_a_run(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["deepspeed_stage_3", "deepspeed_stage_2_offload"])
 def test_deepspeed_stages_that_do_not_work_are_refused(name):
     from prm.errors import UserError

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from prm.inference.engines import vllm_cpu_lora
+
 
 def end_with_parent(lifeline: socket.socket) -> None:
     """Kill this session (this process and what vLLM started in it) once the other end of `lifeline` is closed."""
@@ -49,6 +51,8 @@ class Worker:
             if not options["pooler"]:
                 # Per-request seeds fail under chunked prefill on the CPU (its generators have no offset).
                 engine["enable_chunked_prefill"] = False
+            if engine.get("enable_lora"):
+                vllm_cpu_lora.install()
         if options["pooler"]:
             from vllm.config import PoolerConfig
 
