@@ -58,7 +58,7 @@ def run(place: Path, command: list[str], *options: str) -> subprocess.CompletedP
     environment |= {"MLFLOW_TRACKING_URI": f"sqlite:///{place}/mlflow.db"}
     config = ["--config", str(place / "config.yaml")]
     return subprocess.run(
-        [*command, *RECIPE, *config, *options], capture_output=True, text=True, timeout=170, env=environment, cwd=place
+        [*command, *RECIPE, *config, *options], capture_output=True, text=True, timeout=500, env=environment, cwd=place
     )
 
 
