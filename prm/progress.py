@@ -27,6 +27,7 @@ class Progress:
         self.label, self.total, self.unit = label, total, unit
         self.stream = stream or sys.stderr
         self.done = 0
+        self._last = -1
         self._start = time.monotonic()
         self._shown = self._start
         self._terminal = self.stream.isatty()
@@ -41,6 +42,7 @@ class Progress:
             self._show(end="\r" if self._terminal else "\n")
 
     def _show(self, end: str) -> None:
+        self._last = self.done
         passed = max(time.monotonic() - self._start, 1e-6)
         rate = self.done / passed
         text = f"{self.label}: {self.done}" + (f"/{self.total}" if self.total else "")
@@ -51,8 +53,8 @@ class Progress:
         self.stream.flush()
 
     def close(self) -> None:
-        """Show the last state."""
-        if not self._silent:
+        """Show the last state, unless it was shown already."""
+        if not self._silent and (self._terminal or self._last != self.done):
             self._show(end="\n")
 
 
