@@ -150,9 +150,8 @@ def _print_results(summary: dict, status: int, report: Path, demo: Demo, started
     for method, figures in summary["win"].items():
         win, tie, loss = (figures[name] for name in ("win", "tie", "loss"))
         print(f"{method} above plain by its own reward: {win} wins, {tie} ties, {loss} losses;", end=" ")
-        print(
-            f"win rate {_interval(figures['win_rate'])} %, chance level without any skill {100 * figures['chance']:.1f} %"
-        )
+        chance = 100 * figures["chance"]
+        print(f"win rate {_interval(figures['win_rate'])} %, chance level without any skill {chance:.1f} %")
     print("\nseconds: " + ", ".join(f"{title} {seconds:.0f}" for title, seconds in demo.seconds))
     print(f"in all: {time.monotonic() - started:.0f}")
     refused = "REFUSED, champion not moved (a verdict, not an error)"
