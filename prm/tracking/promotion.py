@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from prm import store
 from prm.errors import UserError
+from prm.provenance import user_name
 from prm.tracking.gates import GateResult, Policy
 from prm.tracking.lock import promotion_lock
-from prm.tracking.provenance import user_name
 from prm.tracking.registry import alias_version, model_version, registered_model
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from prm import store
 from prm.errors import UserError
+from prm.provenance import user_name
 from prm.tracking.client import experiment_id
 from prm.tracking.lock import SUFFIX
-from prm.tracking.provenance import provenance_tags, user_name
+from prm.tracking.provenance import provenance_tags
 from prm.tracking.runs import training_run_id
 
 if TYPE_CHECKING:

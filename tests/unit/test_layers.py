@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: list[set[str]] = [
     {"errors"},
     {"extras", "progress"},
-    {"records", "store", "statistics"},
+    {"records", "store", "statistics", "provenance"},
     {"dataset_dir", "formatting"},
     {"backbones", "losses"},
     {"retrieval", "preference_accuracy"},

@@ -90,7 +90,9 @@ def registered(prm, uri, tmp_path, name, text, **metrics):
     return prm("register", path, "--name", name)[1]["version"]
 
 
-def test_a_registered_checkpoint_comes_back_byte_for_byte_and_holds_no_pickle(prm, client, uri, tmp_path, name):
+def test_a_registered_checkpoint_comes_back_byte_for_byte_and_holds_no_pickle(
+    prm, client, uri, tmp_path, name, monkeypatch
+):
     path = make_checkpoint(tmp_path / "run" / "checkpoints" / "best")
     with open_run("training", kind="training", run_dir=tmp_path / "run", tracking_uri=uri) as run:
         run.log_metrics({"loss": 1.0})
@@ -103,7 +105,7 @@ def test_a_registered_checkpoint_comes_back_byte_for_byte_and_holds_no_pickle(pr
     assert version.tags["prm.data_fingerprint"] == "data-1"
     import mlflow
 
-    mlflow.set_tracking_uri(uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     copy = mlflow.artifacts.download_artifacts(f"models:/{name}/1", dst_path=str(tmp_path / "copy"))
     assert {p.name for p in (tmp_path / "copy").rglob("*") if p.is_file()} >= {"prm.json", "adapter_model.safetensors"}
     assert not list((tmp_path / "copy").rglob("*.pkl"))

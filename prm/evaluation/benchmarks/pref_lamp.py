@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prm.checkpoints import package_versions
 from prm.dataset_dir import DatasetDir
 from prm.evaluation.benchmarks.pref_lamp_options import PrefLampOptions
 from prm.evaluation.benchmarks.pref_lamp_stages import Stages
@@ -26,6 +25,7 @@ from prm.evaluation.cases import select_cases, select_pairs
 from prm.evaluation.directory import EvaluationDir
 from prm.inference.engines.opening import Engines, engines
 from prm.inference.user_reward import UserReward
+from prm.provenance import package_versions
 from prm.records import PreferencePair
 
 log = logging.getLogger(__name__)
