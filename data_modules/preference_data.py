@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
@@ -17,6 +19,7 @@ from prm.dataset_dir import DatasetDir
 from prm.errors import UserError
 from prm.features import pad_batch
 from prm.formatting import Formatter
+from prm.packing import pack
 from prm.records import PreferencePair
 from prm.store import canonical_json
 from prm.training.samplers import CoveringBatchSampler, GroupedBatchSampler
@@ -24,6 +27,21 @@ from prm.training.samplers import CoveringBatchSampler, GroupedBatchSampler
 log = logging.getLogger(__name__)
 # Which split of a dataset directory serves which loader. The adaptation users' splits are never read here.
 LOADER_SPLITS = {"train": "train", "validation": "validation", "test": "test_seen"}
+
+
+@dataclass
+class RowOptions:
+    """How the texts of a batch become rows of tokens.
+
+    Attributes:
+        layout: "padded", a row for each text; "packed", rows filled with texts; "shared", and with prefixes once.
+        min_shared, row_tokens, multiple_of: see `packing.pack`.
+    """
+
+    layout: str
+    min_shared: float = 0.5
+    row_tokens: int = 2048
+    multiple_of: int = 1
 
 
 class PairTokens(Dataset[int]):
@@ -37,10 +55,12 @@ class PairTokens(Dataset[int]):
         weights: user id -> weight of each of the user's pairs.
         formatter: from texts to token ids; counts what it cuts.
         pad_id: padding id.
+        rows: how texts become rows, for `collate`.
 
     Attributes:
-        sequences: token ids of the distinct texts.
-        groups: prompt of each pair, for the samplers.
+        sequences: token ids of the distinct texts, in order of appearance.
+        groups, lengths: prompt of each pair, and its longer text's tokens, for the samplers.
+        features: features [sequences, d] of the texts, which batches then hold in place of token ids; None without.
     """
 
     def __init__(
@@ -50,24 +70,28 @@ class PairTokens(Dataset[int]):
         weights: dict[str, float],
         formatter: Formatter,
         pad_id: int,
+        rows: RowOptions | None = None,
     ) -> None:
         self.pad_id = pad_id
+        self.rows = rows or RowOptions("padded")
+        self.features: np.ndarray | None = None
         self.sequences: list[tuple[int, ...]] = []
         self.groups: list[str] = []
-        rows: dict[tuple[str, str], int] = {}
+        known: dict[tuple[str, str], int] = {}
         columns: list[tuple[int, int, int]] = []
 
         def row(pair: PreferencePair, prompt: str, response: str) -> int:
-            if (prompt, response) not in rows:
-                rows[prompt, response] = len(self.sequences)
+            if (prompt, response) not in known:
+                known[prompt, response] = len(self.sequences)
                 self.sequences.append(formatter.encode(pair.prompt, response).ids)
-            return rows[prompt, response]
+            return known[prompt, response]
 
         for pair in pairs:
             prompt = canonical_json(pair.prompt)
             self.groups.append(prompt)
             columns.append((row(pair, prompt, pair.chosen), row(pair, prompt, pair.rejected), user_index[pair.user_id]))
         self._columns = columns
+        self.lengths = [max(len(self.sequences[c]), len(self.sequences[r])) for c, r, _ in columns]
         self._weights = [weights[pair.user_id] for pair in pairs]
 
     def __len__(self) -> int:
@@ -77,27 +101,42 @@ class PairTokens(Dataset[int]):
         return index
 
     def collate(self, sample_ids: Sequence[int]) -> dict[str, Tensor]:
-        """A batch of N pairs over their M distinct sequences, padded on the right to T tokens.
+        """A batch of N pairs over their M distinct texts.
 
         Returns:
-            input_ids, attention_mask [M, T]; chosen, rejected [N], rows of input_ids; user_index [N]; weight [N];
-            sample_ids [N].
+            The texts, in one of three forms: input_ids, attention_mask [M, T], padded on the right; or rows as
+            `packing.pack` makes them; or features [M, d]. And the pairs: chosen, rejected [N], numbers of texts;
+            user_index [N]; weight [N]; sample_ids [N].
         """
         place: dict[int, int] = {}
         chosen, rejected, users = zip(*(self._columns[i] for i in sample_ids), strict=True)
         for chosen_row, rejected_row in zip(chosen, rejected, strict=True):
             place.setdefault(chosen_row, len(place))
             place.setdefault(rejected_row, len(place))
-        input_ids, attention_mask = pad_batch([self.sequences[row] for row in place], self.pad_id)
         return {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
+            **self._texts(list(place)),
             "chosen": torch.tensor([place[row] for row in chosen]),
             "rejected": torch.tensor([place[row] for row in rejected]),
             "user_index": torch.tensor(users),
             "weight": torch.tensor([self._weights[i] for i in sample_ids]),
             "sample_ids": torch.tensor(list(sample_ids)),
         }
+
+    def _texts(self, numbers: list[int]) -> dict[str, Tensor]:
+        if self.features is not None:
+            return {"features": torch.from_numpy(np.array(self.features[numbers], dtype=np.float32))}
+        sequences = [self.sequences[n] for n in numbers]
+        if self.rows.layout == "padded":
+            input_ids, attention_mask = pad_batch(sequences, self.pad_id)
+            return {"input_ids": input_ids, "attention_mask": attention_mask}
+        return pack(
+            sequences,
+            self.pad_id,
+            layout=self.rows.layout,
+            min_shared=self.rows.min_shared,
+            row_tokens=self.rows.row_tokens,
+            multiple_of=self.rows.multiple_of,
+        )
 
 
 class PreferenceDataModule(LightningDataModule):
@@ -112,6 +151,15 @@ class PreferenceDataModule(LightningDataModule):
         max_length: most tokens of prompt and response; longer prompts are cut from the left, and counted.
         num_workers: processes that build batches; 0 is enough, since tokens are ready in memory.
         seed: of the order of training pairs.
+        layout: shared computes what texts begin with in common once, packed fills rows with whole texts, padded gives
+            each text a row. All three train the same. auto takes shared where the backbone allows it.
+        min_shared: texts share a prefix when it is at least this part of the shorter text.
+        row_tokens: most tokens of texts that share one row; more = fewer repeated prefixes, longer attention.
+        length_bucketing: texts of similar length in one step: less padding, and an order that is a little less random.
+        cached_features: compute the frozen backbone's features once, by transformers or vllm, and train on these;
+            null computes them in every step, as an adapter needs.
+        pooling: of cached features; the command line takes it from model.pooling.
+        dtype: of cached features' backbone; the command line takes it from model.dtype.
     """
 
     def __init__(
@@ -124,14 +172,28 @@ class PreferenceDataModule(LightningDataModule):
         max_length: int = 512,
         num_workers: int = 0,
         seed: int = 0,
+        layout: Literal["auto", "shared", "packed", "padded"] = "auto",
+        min_shared: float = 0.5,
+        row_tokens: int = 2048,
+        length_bucketing: bool = True,
+        cached_features: Literal["transformers", "vllm"] | None = None,
+        pooling: str = "last",
+        dtype: str = "auto",
     ) -> None:
         super().__init__()
         if batch_size < 1 or eval_batch_size < 1:
             raise UserError("data.batch_size and data.eval_batch_size must be 1 or more")
+        if not 0 <= min_shared <= 1:
+            raise UserError(f"data.min_shared {min_shared}: a part between 0 and 1 is needed")
         self.directory = DatasetDir.open(data)
         self.backbone, self.revision = backbone, revision
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.max_length, self.num_workers, self.seed = max_length, num_workers, seed
+        self.layout, self.length_bucketing = layout, length_bucketing
+        self.rows = RowOptions("shared" if layout == "auto" else layout, min_shared, row_tokens)
+        self.cached_features, self.pooling, self.dtype = cached_features, pooling, dtype
+        #: Steps of the first epoch that the training loader leaves out, for a run that is resumed: (epoch, steps).
+        self.resume_at = (0, 0)
         self.user_ids: list[str] = []
         self.pairs_per_user: dict[str, int] = {}
         self.counts: dict[str, int] = {}
@@ -169,17 +231,24 @@ class PreferenceDataModule(LightningDataModule):
         weights = user_weights(self.pairs_per_user)
         tokenizer = open_tokenizer(self.backbone, self.revision)
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-        self._formatter = Formatter(tokenizer, self.max_length, encoder=is_encoder(self.backbone, self.revision))
+        encoder = is_encoder(self.backbone, self.revision)
+        if encoder and self.layout == "auto":
+            self.rows.layout = "padded"
+        self._formatter = Formatter(tokenizer, self.max_length, encoder=encoder)
         for name, rows in pairs.items():
             known = [p for p in rows if p.user_id in user_index]
             self.counts[f"{name}_pairs"] = len(known)
             self.counts[f"{name}_pairs_of_untrained_users"] = len(rows) - len(known)
             if known:
-                self._tokens[name] = PairTokens(known, user_index, weights, self._formatter, pad_id)
+                self._tokens[name] = PairTokens(known, user_index, weights, self._formatter, pad_id, self.rows)
         self.counts["users"] = len(self.user_ids)
         self.counts["sequences"] = sum(len(t.sequences) for t in self._tokens.values())
         self.counts["cut_sequences"] = self._formatter.cut_rows
         self.counts["cut_tokens"] = self._formatter.cut_tokens
+
+    def split_tokens(self, name: str) -> PairTokens | None:
+        """Tokens of "train", "validation" or "test" after `setup`; None when the split has no pairs."""
+        return self._tokens.get(name)
 
     def summary(self) -> str:
         """One line on what was read, left out and cut."""
@@ -197,7 +266,14 @@ class PreferenceDataModule(LightningDataModule):
         accumulate = self.trainer.accumulate_grad_batches if self.trainer else 1
         tokens = self._tokens["train"]
         sampler = GroupedBatchSampler(
-            tokens.groups, self.batch_size, rank=rank, num_ranks=num_ranks, accumulate=accumulate, seed=self.seed
+            tokens.groups,
+            self.batch_size,
+            lengths=tokens.lengths if self.length_bucketing else None,
+            rank=rank,
+            num_ranks=num_ranks,
+            accumulate=accumulate,
+            seed=self.seed,
+            resume_at=self.resume_at,
         )
         if sampler.num_left_out and rank == 0:
             log.info(

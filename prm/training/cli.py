@@ -111,6 +111,8 @@ class RecipeCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("model.backbone", "data.backbone")
         parser.link_arguments("model.revision", "data.revision")
+        parser.link_arguments("model.pooling", "data.pooling")
+        parser.link_arguments("model.dtype", "data.dtype")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
 

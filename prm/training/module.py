@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 
 from prm.backbones import Backbone, LoraSpec, open_backbone, resolve
 from prm.errors import UserError
+from prm.packing import flex_problem
 from prm.preference_accuracy import UserPreferenceAccuracy
 from prm.reward_models import FeatureReward
 from prm.training.validation import UserMeanLoss
+
+log = logging.getLogger(__name__)
 
 
 class RewardModelModule(LightningModule):
@@ -31,6 +35,8 @@ class RewardModelModule(LightningModule):
         lora: the adapter; null trains the head and the users on frozen features.
         pooling: which hidden state is the feature. last is right for causal models, mean or first for encoders.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        attention: kernel of shared and packed rows. flex_attention skips what the mask hides and needs CUDA; auto takes
+            it where it gives what sdpa gives.
         adapter_lr: learning rate of the LoRA adapter. The adapter forgets above 1e-3.
         head_lr: learning rate of the head.
         user_lr: learning rate of the users' states. A user is in few batches, so this is the highest.
@@ -50,6 +56,7 @@ class RewardModelModule(LightningModule):
         lora: LoraSpec | None = None,
         pooling: Literal["last", "mean", "first"] = "last",
         gradient_checkpointing: bool = False,
+        attention: Literal["auto", "sdpa", "flex_attention"] = "auto",
         adapter_lr: float = 2e-4,
         head_lr: float = 1e-3,
         user_lr: float = 1e-2,
@@ -65,6 +72,7 @@ class RewardModelModule(LightningModule):
         self._name, self._revision, self._dtype = backbone, revision, dtype
         self._reward_model, self._lora, self._pooling = reward_model, lora, pooling
         self._gradient_checkpointing = gradient_checkpointing
+        self._attention = attention
         self.learning_rates = {"adapter": adapter_lr, "head": head_lr, "users": user_lr}
         self.weight_decay, self.warmup_steps, self.schedule = weight_decay, warmup_steps, schedule
         self.user_weighting, self.seed = user_weighting, seed
@@ -119,12 +127,51 @@ class RewardModelModule(LightningModule):
         self.head.train()
 
     def on_fit_start(self) -> None:
+        self._settle_rows()
         self.training_mode()
+
+    def _settle_rows(self) -> None:
+        """Choose the attention kernel of shared rows, and find out whether this backbone allows them at all.
+
+        Raises:
+            UserError: a layout that was asked for by name and does not fit, or cached features below an adapter.
+        """
+        data = self.trainer.datamodule
+        if data.cached_features is not None:
+            if self._lora is not None:
+                raise UserError("data.cached_features needs a frozen backbone: set model.lora null, or leave it out")
+            return
+        if data.rows.layout == "padded":
+            return
+        device = self.device
+        if self._attention != "sdpa" and not self.backbone.rows_problem():
+            problem = flex_problem(device)
+            if problem is None:
+                self.backbone.use_attention("flex_attention")
+                data.rows.multiple_of = 128
+            elif self._attention == "flex_attention":
+                raise UserError(f"model.attention flex_attention: {problem}; use sdpa")
+            elif device.type == "cuda":
+                log.warning("%s: shared rows run with a dense mask", problem)
+        if reason := self.backbone.rows_differ():
+            if data.layout != "auto":
+                raise UserError(f"data.layout {data.layout}: {reason}; use padded")
+            log.warning("%s: every text gets a row of its own", reason)
+            data.rows.layout = "padded"
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Features [N, d] of the chosen and of the rejected texts, and users' states [N, z], of a batch of N pairs."""
-        features_md = self.backbone(batch["input_ids"], batch["attention_mask"])
+        features_md = self.text_features(batch)
         return features_md[batch["chosen"]], features_md[batch["rejected"]], self.users[batch["user_index"]]
+
+    def text_features(self, batch: dict[str, Tensor]) -> Tensor:
+        """Features [M, d] of a batch's texts: ready ones, those of rows, or of padded sequences."""
+        if "features" in batch:
+            return batch["features"]
+        if "visible_until" in batch:
+            return self.backbone.features_of_rows(batch)
+        features_md: Tensor = self.backbone(batch["input_ids"], batch["attention_mask"])
+        return features_md
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
         # Every batch of every rank has the same number of pairs, so the mean over ranks of these means is the mean

@@ -2,7 +2,7 @@
 
 Both samplers work on one global order of pairs cut into windows of `batch_size`: batch b of rank r is window
 b * num_ranks + r. So N ranks see in one step exactly what one rank sees in N accumulated ones, and the place in an
-epoch is a number of pairs, whatever the number of ranks.
+epoch is a number of steps, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from torch.utils.data import Sampler
 
 from prm.errors import UserError
 
+#: Most steps whose pairs are sorted by length together.
+STRETCH_STEPS = 50
+
 
 class GroupedBatchSampler(Sampler[list[int]]):
     """Training batches: groups in an order that is new in every epoch, pairs of one group side by side.
@@ -24,12 +27,17 @@ class GroupedBatchSampler(Sampler[list[int]]):
     `batch_size` pairs and every step the same number of batches, on all ranks: the pairs at the end of an epoch's order
     that do not fill one more step are left out of that epoch (`num_left_out`); other epochs leave out others.
 
+    With `lengths`, groups of similar length share a step: the shuffled order is cut into stretches of many steps, each
+    stretch is sorted by length, and its steps are shuffled again. All ranks then have about as much to do.
+
     Args:
         groups: group of each pair, length N; pairs with equal keys stay together.
         batch_size: pairs per rank and step.
+        lengths: tokens of each pair, length N; None leaves the order as shuffled.
         rank, num_ranks: which share of every step this sampler yields.
         accumulate: batches a rank takes for one step of the optimizer.
         seed: of the shuffle, equal on all ranks.
+        resume_at: (epoch, steps): that epoch begins after so many of its steps. `len` does not change.
 
     Raises:
         UserError: fewer pairs than one step needs.
@@ -40,10 +48,12 @@ class GroupedBatchSampler(Sampler[list[int]]):
         groups: Sequence[Hashable],
         batch_size: int,
         *,
+        lengths: Sequence[int] | None = None,
         rank: int = 0,
         num_ranks: int = 1,
         accumulate: int = 1,
         seed: int = 0,
+        resume_at: tuple[int, int] = (0, 0),
     ) -> None:
         _check(batch_size, rank, num_ranks)
         members: dict[Hashable, list[int]] = defaultdict(list)
@@ -52,6 +62,11 @@ class GroupedBatchSampler(Sampler[list[int]]):
         self._members = list(members.values())
         self.batch_size = batch_size
         self.rank, self.num_ranks, self.seed = rank, num_ranks, seed
+        self.accumulate, self.resume_at = accumulate, resume_at
+        #: Longest pair of each pair's group.
+        self._length_of: dict[int, int] = {}
+        if lengths is not None:
+            self._length_of = {i: max(lengths[j] for j in group) for group in self._members for i in group}
         self.epoch = 0
         self._length = len(groups) // (batch_size * num_ranks * accumulate) * accumulate
         if self._length == 0:
@@ -73,17 +88,54 @@ class GroupedBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def pairs_per_step(self) -> int:
+        """Pairs of all ranks and accumulated batches in one step of the optimizer."""
+        return self.batch_size * self.num_ranks * self.accumulate
+
     def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        epoch, steps = self.resume_at
+        for batch in range(steps * self.accumulate if epoch == self.epoch else 0, self._length):
+            start = (batch * self.num_ranks + self.rank) * self.batch_size
+            yield order[start : start + self.batch_size]
+
+    def _order(self) -> list[int]:
+        """The pairs of this epoch, all ranks' together."""
         # A string seeds Python's generator the same way on every machine and in every process.
         generator = random.Random(f"{self.seed}/{self.epoch}")
         groups = [list(group) for group in self._members]
         generator.shuffle(groups)
         for group in groups:
             generator.shuffle(group)
-        order = [index for group in groups for index in group]
-        for batch in range(self._length):
-            start = (batch * self.num_ranks + self.rank) * self.batch_size
-            yield order[start : start + self.batch_size]
+        # What is left out is decided before sorting, or it would always be the longest.
+        total = self._length * self.num_ranks * self.batch_size
+        if not self._length_of:
+            return [index for group in groups for index in group][:total]
+        return self._bucketed(groups, total, generator)
+
+    def _bucketed(self, groups: list[list[int]], total: int, generator: random.Random) -> list[int]:
+        steps = total // self.pairs_per_step
+        stretch = min(max(1, steps // 4), STRETCH_STEPS) * self.pairs_per_step
+        order: list[int] = []
+        pool: list[list[int]] = []
+        left = total
+        for group in groups:
+            pool.append(group[:left])
+            left -= len(pool[-1])
+            if left and sum(map(len, pool)) < stretch:
+                continue
+            # A stretch ends with a whole step, so a group may go on in the next stretch.
+            pool.sort(key=lambda g: -self._length_of[g[0]])
+            flat = [index for g in pool for index in g]
+            whole = len(flat) // self.pairs_per_step * self.pairs_per_step
+            windows = [flat[i : i + self.pairs_per_step] for i in range(0, whole, self.pairs_per_step)]
+            generator.shuffle(windows)
+            order += [index for window in windows for index in window]
+            pool = [flat[whole:]] if flat[whole:] else []
+            if not left:
+                break
+        return order
 
 
 class CoveringBatchSampler(Sampler[list[int]]):
