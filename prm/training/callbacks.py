@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -146,10 +147,11 @@ class RunRecord(Callback):
     Args:
         directory: the run directory.
         config: the resolved configuration as YAML.
+        resumed_at: the step from which an earlier run goes on; its later figures will come again.
     """
 
-    def __init__(self, directory: Path, config: str) -> None:
-        self.directory, self.config = directory, config
+    def __init__(self, directory: Path, config: str, resumed_at: int | None = None) -> None:
+        self.directory, self.config, self.resumed_at = directory, config, resumed_at
 
     def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.is_global_zero:
@@ -157,11 +159,24 @@ class RunRecord(Callback):
         # Before the first figure, with which the logger sends it to MLflow.
         store.write_text(self.directory / "config.yaml", self.config)
         # Of an earlier run in this directory; the logger appends.
-        (self.directory / "metrics.jsonl").unlink(missing_ok=True)
+        metrics = self.directory / "metrics.jsonl"
+        if self.resumed_at is None:
+            metrics.unlink(missing_ok=True)
+        elif metrics.is_file():
+            lines = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _step(line) <= self.resumed_at]
+            store.write_text(metrics, "".join(line + "\n" for line in lines))
         data = trainer.datamodule
         log.info("%s", data.summary())
         if trainer.logger is not None:
             trainer.logger.log_metrics({f"data/{name}": float(n) for name, n in data.counts.items()}, step=0)
+
+
+def _step(line: str) -> float:
+    """Step of a line of metrics.jsonl; beyond all others for one that a kill cut off."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 class LearningRates(Callback):

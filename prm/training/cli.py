@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import yaml
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,7 +22,10 @@ from transformers.utils import logging as transformers_logging
 from prm.errors import UserError
 from prm.extras import require
 from prm.training.callbacks import LearningRates, PrmCheckpoint, RunRecord, TrainingProgress
+from prm.training.resume import Resume, ResumeState, check_config, newest_state, read_state
 from prm.training.strategies import deepspeed_strategy, is_deepspeed
+
+log = logging.getLogger(__name__)
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": 1,
@@ -79,6 +83,7 @@ class RecipeCLI(LightningCLI):
 
     def __init__(self, module: type[LightningModule], data: type[LightningDataModule], args: Any = None) -> None:
         self.run_dir = Path()
+        self.state: ResumeState | None = None
         super().__init__(
             module,
             data,
@@ -103,6 +108,16 @@ class RecipeCLI(LightningCLI):
             type=str | None,
             default=None,
             help="Run directory: config.yaml, mlflow.json, metrics.jsonl, checkpoints. Default: runs/<date and time>.",
+        )
+        parser.add_argument(
+            "--resume",
+            type=str | None,
+            default=None,
+            help="auto: go on from the newest whole state below --run_dir, or begin when there is none. Or a state "
+            "directory (RUN/resume/STEP). The run ends with the weights it would have had without the break.",
+        )
+        parser.add_argument(
+            "--resume_every", type=int, default=50, help="Steps between resume states; the last two are kept. 0: none."
         )
         parser.add_argument("--overwrite", type=bool, default=False, help="Replace what a run directory holds.")
         parser.add_argument("--experiment", type=str, default="prm", help="MLflow experiment.")
@@ -133,8 +148,32 @@ class RecipeCLI(LightningCLI):
             trainer.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.run_dir = Path(config.run_dir or f"runs/{now}")
-        if rank() == 0 and not config.overwrite and _holds_a_run(self.run_dir):
-            raise UserError(f"{self.run_dir} is not empty: choose another --run_dir, or pass --overwrite true")
+        if config.resume_every < 0:
+            raise UserError(f"--resume_every {config.resume_every}: 0 or more steps are needed")
+        if config.resume is not None:
+            self._find_state(config)
+        elif rank() == 0 and not config.overwrite and _holds_a_run(self.run_dir):
+            raise UserError(
+                f"{self.run_dir} is not empty: choose another --run_dir, go on with it by --resume auto, or pass "
+                "--overwrite true"
+            )
+
+    def _find_state(self, config: Any) -> None:
+        if config.run_dir is None:
+            raise UserError("--resume needs --run_dir, the directory of the run that is to go on")
+        if config.overwrite or config.get("ckpt_path"):
+            raise UserError("--resume goes with neither --overwrite nor --ckpt_path: leave one of them out")
+        self.state = newest_state(self.run_dir) if config.resume == "auto" else read_state(Path(config.resume))
+        if self.state is not None:
+            check_config(self.state, yaml.safe_load(self._resolved()))
+        elif rank() == 0:
+            if _holds_a_run(self.run_dir) and not (self.run_dir / "config.yaml").is_file():
+                raise UserError(f"{self.run_dir} holds no run: choose another --run_dir")
+            log.info("no resume state in %s: the run begins", self.run_dir)
+
+    def _resolved(self) -> str:
+        """The configuration as YAML."""
+        return str(self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
@@ -155,9 +194,12 @@ class RecipeCLI(LightningCLI):
             "data": {"name": directory.name, "fingerprint": directory.fingerprint, "synthetic": directory.synthetic},
             "data_fingerprint": directory.fingerprint,
         }
+        checkpoints, resolved = PrmCheckpoint(self.run_dir / "checkpoints", info), self._resolved()
+        every = self._get(self.config_init, "resume_every")
         self.trainer_defaults["callbacks"] = [
-            RunRecord(self.run_dir, self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)),
-            PrmCheckpoint(self.run_dir / "checkpoints", info),
+            RunRecord(self.run_dir, resolved, self.state.step if self.state else None),
+            checkpoints,
+            Resume(self.run_dir, every, yaml.safe_load(resolved), checkpoints, self.state),
             LearningRates(),
             TrainingProgress(),
         ]
@@ -176,12 +218,20 @@ class RecipeCLI(LightningCLI):
             run_name=config.run_name,
             save_dir=str(self.run_dir),
             data_fingerprint=self.datamodule.fingerprint,
+            run_uuid=self._earlier_run() if self.state is not None else None,
         )
+
+    def _earlier_run(self) -> str | None:
+        """UUID of the MLflow run of the run directory."""
+        file = self.run_dir / "mlflow.json"
+        return str(json.loads(file.read_text(encoding="utf-8"))["run_uuid"]) if file.is_file() else None
 
     def after_fit(self) -> None:
         if self.trainer.interrupted:
             raise SystemExit(130)
         if rank() == 0:
+            if self.state is not None and self.trainer.global_step == self.state.step:
+                log.info("the run was complete after %d steps: nothing was left to do", self.state.step)
             sys.stderr.write(f"run directory: {self.run_dir}\n")
 
 

@@ -76,6 +76,8 @@ class RewardModelModule(LightningModule):
         self.learning_rates = {"adapter": adapter_lr, "head": head_lr, "users": user_lr}
         self.weight_decay, self.warmup_steps, self.schedule = weight_decay, warmup_steps, schedule
         self.user_weighting, self.seed = user_weighting, seed
+        #: Trainable weights by name to start from in place of fresh ones, for a run that is resumed.
+        self.initial_state: dict[str, Tensor] | None = None
         self.backbone: Backbone
         self.head: FeatureReward
         self.users: Tensor
@@ -89,6 +91,23 @@ class RewardModelModule(LightningModule):
     def setup(self, stage: str) -> None:
         if not hasattr(self, "backbone"):
             self.build(len(self.trainer.datamodule.user_ids))
+        if self.initial_state is not None:
+            # Before the strategy shards or copies them.
+            self.load_trainable(self.initial_state)
+
+    def load_trainable(self, state: dict[str, Tensor]) -> None:
+        """Put gathered trainable weights (`callbacks.full_state`) into the module; every name and shape must fit.
+
+        Raises:
+            UserError: the weights belong to another model.
+        """
+        own = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        odd = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]
+        if odd:
+            raise UserError(f"the saved weights do not fit this model: {odd[0]} differs ({len(odd)} in all)")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state[name])
 
     def build(self, num_users: int) -> None:
         """Open the backbone and start the head and the states of `num_users` users, all from the seed.
