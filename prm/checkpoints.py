@@ -220,6 +220,8 @@ def save_checkpoint(
     adapter_state: dict[str, Tensor] | None = None,
     head_state: dict[str, Tensor] | None = None,
     overwrite: bool = False,
+    probe: list[list[float]] | None = None,
+    reload: bool = True,
 ) -> Path:
     """Write a checkpoint, reload it from disk, compare its scores with the live model's, and only then keep it.
 
@@ -229,6 +231,8 @@ def save_checkpoint(
         info: further facts for prm.json: data, metrics, run ids.
         adapter_state, head_state: float32 tensors that replace the live ones (weights gathered from shards).
         overwrite: replace an existing checkpoint.
+        probe: the live model's `probe_scores`, where only all ranks together can make them; None makes them here.
+        reload: False compares the tensors on disk alone, for a model that is too large to be opened once more.
 
     Raises:
         UserError: `out` is taken, or cannot be written.
@@ -255,7 +259,7 @@ def save_checkpoint(
         "versions": package_versions(),
         **(info or {}),
     }
-    live = probe_scores(RewardCheckpoint(out, facts, backbone, head, users, formatter))
+    live = probe if probe is not None else probe_scores(RewardCheckpoint(out, facts, backbone, head, users, formatter))
     with store.atomic_directory(out, overwrite=overwrite) as directory:
         if backbone.lora is not None:
             backbone.save_adapter(directory / "adapter", adapter_state)
@@ -263,14 +267,30 @@ def save_checkpoint(
         save_file(tensors, directory / "head.safetensors")
         users.save(directory / "users")
         backbone.tokenizer.save_pretrained(directory / "tokenizer")
-        store.write_json(directory / "prm.json", {**facts, "probe": live})
-        allowed = () if facts["class_path"].startswith("prm.") else (facts["class_path"].split(".")[0],)
-        reloaded = open_checkpoint(directory, allow_code=allowed)
-        if any(not torch.equal(tensors[k], v) for k, v in reloaded.head.state_dict().items()):
-            raise RuntimeError(f"{out} was reloaded and its head differs: it was not kept")
-        cuda = next(backbone.parameters()).is_cuda
-        compare_probes(live, probe_scores(reloaded), dtype, out, cuda=cuda)
+        store.write_json(directory / "prm.json", {**facts, "probe": live, "verified": "scores" if reload else "tensors"})
+        if reload:
+            allowed = () if facts["class_path"].startswith("prm.") else (facts["class_path"].split(".")[0],)
+            reloaded = open_checkpoint(directory, allow_code=allowed)
+            if any(not torch.equal(tensors[k], v) for k, v in reloaded.head.state_dict().items()):
+                raise RuntimeError(f"{out} was reloaded and its head differs: it was not kept")
+            cuda = next(backbone.parameters()).is_cuda
+            compare_probes(live, probe_scores(reloaded), dtype, out, cuda=cuda)
+        else:
+            _compare_tensors(directory, tensors, users, adapter_state or {})
     return out
+
+
+def _compare_tensors(
+    directory: Path, head: dict[str, Tensor], users: UserStates, adapter: dict[str, Tensor]
+) -> None:
+    """Raise RuntimeError unless the files hold exactly these tensors."""
+    pairs = [(head, load_file(directory / "head.safetensors"))]
+    pairs.append(({"states": users.states}, {"states": UserStates.load(directory / "users").states}))
+    if adapter:
+        pairs.append((adapter, load_file(directory / "adapter" / "adapter_model.safetensors")))
+    for live, saved in pairs:
+        if live.keys() != saved.keys() or any(not torch.equal(live[k].float(), saved[k]) for k in live):
+            raise RuntimeError(f"{directory} was read back and its tensors differ: it was not kept")
 
 
 def with_users(

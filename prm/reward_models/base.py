@@ -49,6 +49,10 @@ class FeatureReward(nn.Module):
             return torch.zeros(num_users, self.user_dim)
         return trained_uz.float().mean(0, keepdim=True).repeat(num_users, 1)
 
+    def forward(self, part: str, *args: Any) -> Any:
+        """`loss` or `scores`, by name: strategies that shard parameters gather them around a module's forward."""
+        return getattr(self, part)(*args)
+
     def scores(self, features_nd: Tensor, user_nz: Tensor) -> Tensor:
         """Rewards [N] of features [N, d], each for the user whose state is the same row of [N, user_dim]."""
         raise NotImplementedError

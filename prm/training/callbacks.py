@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from prm import store
-from prm.checkpoints import save_checkpoint
+from prm.backbones import Backbone
+from prm.checkpoints import RewardCheckpoint, probe_scores, save_checkpoint
 from prm.progress import Progress
 from prm.training.module import RewardModelModule
 from prm.user_states import UserStates
@@ -42,40 +43,59 @@ def full_state(module: RewardModelModule) -> dict[str, Tensor]:
     return state
 
 
-def export_checkpoint(module: RewardModelModule, state: dict[str, Tensor], out: Path, info: dict[str, Any]) -> Path:
-    """Write a prm checkpoint of gathered weights; for one rank. An earlier checkpoint at `out` is replaced.
+def is_partitioned(module: RewardModelModule) -> bool:
+    """True under ZeRO stage 3, where a forward needs every rank."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def export_checkpoint(
+    module: RewardModelModule, state: dict[str, Tensor], out: Path, info: dict[str, Any], *, write: bool = True
+) -> Path:
+    """Write a prm checkpoint of gathered weights. An earlier checkpoint at `out` is replaced.
 
     Args:
         module: the module in training; its modes and the random state are left as they were.
         state: from `full_state`.
         out: directory of the checkpoint.
         info: further facts for prm.json.
+        write: False on the ranks that only take part in the forward of a partitioned model.
     """
     data = module.trainer.datamodule
     head_state = {k.removeprefix("head."): v for k, v in state.items() if k.startswith("head.")}
-    adapter_state = None
-    if module.backbone.lora is not None:
-        from peft import get_peft_model_state_dict
-
-        prefix = "backbone.model."
-        own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        adapter_state = get_peft_model_state_dict(module.backbone.model, own, save_embedding_layers=False)
     with torch.random.fork_rng(devices=[]):
         head = type(module.head)(**module.head.arguments())
         head.load_state_dict(head_state)
-        save_checkpoint(
-            out,
-            backbone=module.backbone,
-            head=head.eval(),
-            users=UserStates(data.user_ids, state.get("users", module.users)),
-            formatter=data.formatter,
-            info=info,
-            adapter_state=adapter_state,
-            head_state=head_state,
-            overwrite=True,
-        )
+        users = UserStates(data.user_ids, state.get("users.states", module.users.states))
+        live = RewardCheckpoint(out, {}, module.backbone, head.eval(), users, data.formatter)
+        probe = probe_scores(live)
+        if write:
+            save_checkpoint(
+                out,
+                backbone=module.backbone,
+                head=head,
+                users=users,
+                formatter=data.formatter,
+                info=info,
+                adapter_state=adapter_tensors(module.backbone, state),
+                head_state=head_state,
+                overwrite=True,
+                probe=probe,
+                # In a process that loads partitioned, nothing can be loaded by one rank.
+                reload=not module.load_partitioned,
+            )
     module.training_mode()
     return out
+
+
+def adapter_tensors(backbone: Backbone, state: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """The adapter's tensors under PEFT's names, of gathered weights; None without an adapter."""
+    if backbone.lora is None:
+        return None
+    from peft import get_peft_model_state_dict
+
+    prefix = "backbone.model."
+    own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    return dict(get_peft_model_state_dict(backbone.model, own, save_embedding_layers=False))
 
 
 class PrmCheckpoint(Callback):
@@ -121,10 +141,10 @@ class PrmCheckpoint(Callback):
 
     def _export(self, trainer: Trainer, module: RewardModelModule, name: str) -> None:
         state = full_state(module)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero or is_partitioned(module):
             figures = {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k and v.isfinite()}
             info = {**self.info, "step": trainer.global_step, "metrics": figures, **_run_ids(trainer)}
-            export_checkpoint(module, state, self.directory / name, info)
+            export_checkpoint(module, state, self.directory / name, info, write=trainer.is_global_zero)
         trainer.strategy.barrier(f"checkpoint {name}")
 
     def _copy(self, trainer: Trainer, source: str, target: str) -> None:

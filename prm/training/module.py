@@ -10,14 +10,32 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from prm.backbones import Backbone, LoraSpec, open_backbone, resolve
+from prm.backbones import Backbone, LoraSpec, open_backbone, resolve, torch_dtype
 from prm.errors import UserError
 from prm.packing import flex_problem
 from prm.preference_accuracy import UserPreferenceAccuracy
 from prm.reward_models import FeatureReward
+from prm.training.strategies import partitioned_load
 from prm.training.validation import UserMeanLoss
 
 log = logging.getLogger(__name__)
+
+
+class UserTable(nn.Module):
+    """States of the training users, [U, z]; a module of its own, since ZeRO 3 gathers parameters around a forward."""
+
+    def __init__(self, states_uz: Tensor) -> None:
+        super().__init__()
+        self.states: Tensor
+        # A method that does not look at users has none to train, and DeepSpeed no use for empty parameters.
+        if states_uz.shape[1]:
+            self.states = nn.Parameter(states_uz)
+        else:
+            self.register_buffer("states", states_uz, persistent=False)
+
+    def forward(self, user_index_n: Tensor) -> Tensor:
+        """States [N, z] of N users by row."""
+        return self.states[user_index_n]
 
 
 class RewardModelModule(LightningModule):
@@ -35,6 +53,8 @@ class RewardModelModule(LightningModule):
         lora: the adapter; null trains the head and the users on frozen features.
         pooling: which hidden state is the feature. last is right for causal models, mean or first for encoders.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        load_partitioned: with deepspeed_stage_3, each rank reads its own part of the weights from the start, for models
+            that do not fit one rank's memory. Checkpoints are then verified by their tensors, not by scores.
         attention: kernel of shared and packed rows. flex_attention skips what the mask hides and needs CUDA; auto takes
             it where it gives what sdpa gives.
         adapter_lr: learning rate of the LoRA adapter. The adapter forgets above 1e-3.
@@ -56,6 +76,7 @@ class RewardModelModule(LightningModule):
         lora: LoraSpec | None = None,
         pooling: Literal["last", "mean", "first"] = "last",
         gradient_checkpointing: bool = False,
+        load_partitioned: bool = False,
         attention: Literal["auto", "sdpa", "flex_attention"] = "auto",
         adapter_lr: float = 2e-4,
         head_lr: float = 1e-3,
@@ -73,6 +94,8 @@ class RewardModelModule(LightningModule):
         self._reward_model, self._lora, self._pooling = reward_model, lora, pooling
         self._gradient_checkpointing = gradient_checkpointing
         self._attention = attention
+        self.load_partitioned = load_partitioned
+        self._partitioned_load: Any = None
         self.learning_rates = {"adapter": adapter_lr, "head": head_lr, "users": user_lr}
         self.weight_decay, self.warmup_steps, self.schedule = weight_decay, warmup_steps, schedule
         self.user_weighting, self.seed = user_weighting, seed
@@ -80,7 +103,7 @@ class RewardModelModule(LightningModule):
         self.initial_state: dict[str, Tensor] | None = None
         self.backbone: Backbone
         self.head: FeatureReward
-        self.users: Tensor
+        self.users: UserTable
         self.accuracy = UserPreferenceAccuracy()
         self.validation_loss = UserMeanLoss()
 
@@ -90,10 +113,16 @@ class RewardModelModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         if not hasattr(self, "backbone"):
+            if self.load_partitioned:
+                # from_pretrained partitions what it reads for as long as this object lives.
+                self._partitioned_load = partitioned_load(self.trainer.strategy, bfloat16=self._is_bfloat16())
             self.build(len(self.trainer.datamodule.user_ids))
         if self.initial_state is not None:
             # Before the strategy shards or copies them.
             self.load_trainable(self.initial_state)
+
+    def _is_bfloat16(self) -> bool:
+        return torch_dtype(self._dtype) is torch.bfloat16
 
     def load_trainable(self, state: dict[str, Tensor]) -> None:
         """Put gathered trainable weights (`callbacks.full_state`) into the module; every name and shape must fit.
@@ -127,11 +156,7 @@ class RewardModelModule(LightningModule):
             )
             self.head = self._reward_model(self.backbone.hidden_size)
         states = self.head.initial_users(num_users, torch.Generator().manual_seed(self.seed)).float()
-        # A method that does not look at users has none to train, and DeepSpeed no use for empty parameters.
-        if self.head.user_dim:
-            self.users = nn.Parameter(states)
-        else:
-            self.register_buffer("users", states, persistent=False)
+        self.users = UserTable(states)
         self.training_mode()
 
     def training_mode(self) -> None:
@@ -181,7 +206,7 @@ class RewardModelModule(LightningModule):
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Features [N, d] of the chosen and of the rejected texts, and users' states [N, z], of a batch of N pairs."""
         features_md = self.text_features(batch)
-        return features_md[batch["chosen"]], features_md[batch["rejected"]], self.users[batch["user_index"]]
+        return features_md[batch["chosen"]], features_md[batch["rejected"]], self.users(batch["user_index"])
 
     def text_features(self, batch: dict[str, Tensor]) -> Tensor:
         """Features [M, d] of a batch's texts: ready ones, those of rows, or of padded sequences."""
@@ -197,13 +222,14 @@ class RewardModelModule(LightningModule):
         # over pairs.
         weight_n = batch["weight"] if self.user_weighting == "user" else None
         chosen_nd, rejected_nd, user_nz = self(batch)
-        loss = self.head.loss(chosen_nd, rejected_nd, user_nz, weight_n)
+        loss = self.head("loss", chosen_nd, rejected_nd, user_nz, weight_n)
         self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(batch["chosen"]))
         return loss
 
     def _evaluation_step(self, batch: dict[str, Tensor]) -> None:
         chosen_nd, rejected_nd, user_nz = self(batch)
-        chosen, rejected = self.head.scores(chosen_nd, user_nz), self.head.scores(rejected_nd, user_nz)
+        both = self.head("scores", torch.cat([chosen_nd, rejected_nd]), torch.cat([user_nz, user_nz]))
+        chosen, rejected = both.chunk(2)
         self.accuracy.update(batch["sample_ids"], batch["user_index"], chosen, rejected)
         self.validation_loss.update(batch["sample_ids"], batch["user_index"], chosen, rejected)
 
@@ -234,7 +260,7 @@ class RewardModelModule(LightningModule):
         parts = {
             "adapter": [p for p in self.backbone.parameters() if p.requires_grad],
             "head": list(self.head.parameters()),
-            "users": [self.users] if self.users.requires_grad else [],
+            "users": list(self.users.parameters()),
         }
         return [
             {

@@ -29,6 +29,7 @@ def gather_moments(trainer: Trainer, module: torch.nn.Module) -> dict[str, Tenso
     A parameter that has had no gradient yet has none, and zeros stand for them.
     """
     found = {}
+    _link_fragments(trainer.optimizers[0])
     for name, parameter in _trainable(module):
         for key in MOMENTS:
             if _is_partitioned(parameter) or hasattr(parameter, "_hp_mapping"):
@@ -61,8 +62,7 @@ def restore_moments(trainer: Trainer, module: torch.nn.Module, moments: dict[str
             "step": torch.tensor(float(step)),
             **{key: torch.zeros_like(partition) for key in MOMENTS},
         }
-    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        optimizer._lazy_init_hp_params_optimizer_state()
+    _link_fragments(optimizer)
     for name, parameter in trainable:
         for key in MOMENTS:
             _set_moment(parameter, moments[f"{key}/{name}"], key)
@@ -74,6 +74,18 @@ def _flat_partitions(optimizer: Any) -> list[Tensor] | None:
         if hasattr(optimizer, attribute):
             return list(getattr(optimizer, attribute))
     return None
+
+
+def _link_fragments(optimizer: Any) -> None:
+    """Link parameters to their fragments of the moments (stages 1 and 2).
+
+    DeepSpeed does so once, when the first group of parameters has made its first step and the others have no moments.
+    """
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+
+        for group, partition in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
+            lazy_init_hp_params_optimizer_state(group, partition, optimizer.optimizer.state)
 
 
 def _set_moment(parameter: Any, value: Tensor, key: str) -> None:

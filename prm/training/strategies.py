@@ -23,7 +23,7 @@ from prm.errors import UserError
 from prm.extras import installed_version
 
 log = logging.getLogger(__name__)
-_STAGES = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2}
+_STAGES = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
 
 
 class KeepDtypes(DeepSpeedPrecision):
@@ -64,7 +64,7 @@ def is_deepspeed(name: Any) -> bool:
 
 
 def deepspeed_strategy(name: str, *, cuda: bool, batch_size: int) -> DeepSpeedStrategy:
-    """The strategy behind one of the names `deepspeed`, `deepspeed_stage_1` and `deepspeed_stage_2`.
+    """The strategy behind one of the names `deepspeed` (stage 2) and `deepspeed_stage_1`, `_2` and `_3`.
 
     Args:
         name: as in `--trainer.strategy`.
@@ -72,7 +72,7 @@ def deepspeed_strategy(name: str, *, cuda: bool, batch_size: int) -> DeepSpeedSt
         batch_size: pairs per rank and step; DeepSpeed needs it for its throughput log alone.
 
     Raises:
-        UserError: a name that is not one of these (stage 3 and offloading are not supported yet), or DeepSpeed is not
+        UserError: a name that is not one of these (offloading is not supported yet), or DeepSpeed is not
             installed.
     """
     if name not in _STAGES:
@@ -97,3 +97,18 @@ def deepspeed_strategy(name: str, *, cuda: bool, batch_size: int) -> DeepSpeedSt
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     log.info("DeepSpeed ZeRO stage %d on CPU (gloo)", _STAGES[name])
     return DeepSpeedCPUStrategy(**options, process_group_backend="gloo", overlap_comm=False)
+
+
+def partitioned_load(strategy: Any, *, bfloat16: bool) -> Any:
+    """While the result lives, `from_pretrained` gives each rank its part of the weights (ZeRO stage 3).
+
+    Raises:
+        UserError: another strategy.
+    """
+    config = getattr(strategy, "config", None)
+    if not isinstance(config, dict) or config.get("zero_optimization", {}).get("stage") != 3:
+        raise UserError("model.load_partitioned needs --trainer.strategy deepspeed_stage_3")
+    from transformers.integrations import HfDeepSpeedConfig
+
+    # The dtype of what is loaded; the engine's own configuration has none, since dtypes are kept.
+    return HfDeepSpeedConfig({**config, "bf16": {"enabled": bfloat16}})

@@ -23,6 +23,7 @@ LAYERS: list[set[str]] = [
     {"extras", "progress"},
     {"records", "store", "statistics", "provenance"},
     {"dataset_dir", "formatting"},
+    {"packing"},
     {"backbones", "losses"},
     {"retrieval", "preference_accuracy"},
     {"reward_models"},

@@ -71,7 +71,7 @@ def test_every_trainable_part_has_a_gradient_at_step_one_and_nothing_else_has(ma
     chosen, rejected, users = module(batch)
     module.head.loss(chosen, rejected, users, batch["weight"]).backward()
     assert module.head.bases.grad.abs().sum() > 0
-    assert module.users.grad.abs().sum() > 0
+    assert module.users.states.grad.abs().sum() > 0
     # LoRA starts at B = 0, so at step 1 the gradient reaches B and not yet A.
     grads = {n: p.grad for n, p in module.backbone.named_parameters()}
     assert all(g is not None and g.abs().sum() > 0 for n, g in grads.items() if "lora_B" in n)
@@ -87,7 +87,7 @@ def test_training_moves_the_trainable_parts_and_leaves_the_frozen_ones(make):
     moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
     trainable = {n for n, p in module.named_parameters() if p.requires_grad}
     assert moved == trainable
-    assert {"head.bases", "users"} < moved
+    assert {"head.bases", "users.states"} < moved
     assert any("lora_A" in n for n in moved)
 
 
@@ -186,7 +186,7 @@ def test_the_start_depends_on_the_seed_alone(make):
     second.build(2)
     third.build(2)
     assert torch.equal(first.head.bases, second.head.bases)
-    assert torch.equal(first.users, second.users)
+    assert torch.equal(first.users.states, second.users.states)
     assert not torch.equal(first.head.bases, third.head.bases)
 
 
@@ -200,14 +200,14 @@ def test_best_and_last_are_written_and_score_like_the_live_model(make, tmp_path)
     assert 0 <= last.info["metrics"]["preferences/rm_accuracy"] <= 1
     assert last.users.ids == ["ann", "bob"]
     state = full_state(module)
-    assert torch.equal(last.users.states, state["users"])
+    assert torch.equal(last.users.states, state["users.states"])
     assert torch.equal(last.head.bases, state["head.bases"])
     prompt = user_prompt("Title of graph walk")
     rewards = last.rewards(["ann", "bob"], [(prompt, "On graph walk")] * 2)
     ids = torch.tensor([data.formatter.encode(prompt, "On graph walk").ids])
     with torch.no_grad():
         feature = module.backbone.eval()(ids, torch.ones_like(ids))
-        live = module.head.scores_for_all(feature, module.users)[:, 0]
+        live = module.head.scores_for_all(feature, module.users.states)[:, 0]
     assert rewards == pytest.approx(live.numpy(), abs=1e-5)
     assert rewards[0] != pytest.approx(rewards[1], abs=1e-3)
     assert read_info(tmp_path / "best")["metrics"]["preferences/rm_accuracy"] >= 0
