@@ -259,7 +259,8 @@ class PreferenceDataModule(LightningDataModule):
             f"distinct texts cut to {self.max_length} tokens"
         )
         untrained = sum(c[f"{name}_pairs_of_untrained_users"] for name in self._read)
-        return line + (f"; {untrained} pairs of users without training pairs left out" if untrained else "")
+        line += f"; {untrained} pairs of users without training pairs left out" if untrained else ""
+        return line + (f"; {self.directory.split_warning}" if self.directory.split_warning else "")
 
     def train_dataloader(self) -> DataLoader[Any]:
         rank, num_ranks = self._ranks()

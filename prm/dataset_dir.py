@@ -98,6 +98,19 @@ def write_dataset(
     return DatasetDir.open(out)
 
 
+def split_warning(split_rule: str | None) -> str | None:
+    """The warning that goes with results on data split by this rule, or None.
+
+    Only splits by pair need one: a scorer can learn which response to a prompt is good, and meet that prompt again.
+    """
+    if split_rule != "pair":
+        return None
+    return (
+        "split by pair: prompts, and responses to them, stand on both sides of a user's splits, "
+        "so these figures say nothing about new prompts"
+    )
+
+
 def _row_counts(
     pairs: Sequence[PreferencePair], completions: Sequence[Completion], users: Sequence[User]
 ) -> dict[str, dict[str, int]]:
@@ -157,6 +170,16 @@ class DatasetDir:
     @property
     def synthetic(self) -> bool:
         return bool(self.info["synthetic"])
+
+    @property
+    def split_rule(self) -> str:
+        """What never crosses a user's splits: one of SPLIT_RULES."""
+        return str(self.info["split_rule"])
+
+    @property
+    def split_warning(self) -> str | None:
+        """What every result built on this directory has to say about its splits, or None."""
+        return split_warning(self.split_rule)
 
     @property
     def fingerprint(self) -> str:
@@ -247,19 +270,19 @@ def check_dataset(path: str | Path) -> list[RowProblem]:
             )
     if not pairs and not completions:
         problems.append(RowProblem(str(data.path), 0, "rows", "the dataset is empty"))
-    problems += _crossing_prompts(str(data.path / "pairs.parquet"), pairs, data.info.get("split_rule", "prompt"))
+    problems += _crossings(str(data.path / "pairs.parquet"), pairs, data.split_rule)
     return problems
 
 
-def _crossing_prompts(file: str, pairs: Sequence[PreferencePair], split_rule: str) -> list[RowProblem]:
-    """Prompts of one user that stand in two splits, unless the dataset says that it splits by pair."""
-    if split_rule == "pair":
-        return []
+def _crossings(file: str, pairs: Sequence[PreferencePair], split_rule: str) -> list[RowProblem]:
+    """Prompts of one user that stand in two splits; the same pair, whichever was chosen, when `split_rule` is pair."""
     first: dict[tuple[str, str], str] = {}
     found = []
     for line, pair in enumerate(pairs, 1):
-        key = (pair.user_id, store.fingerprint(pair.prompt))
+        responses = sorted(map(str, (pair.chosen, pair.rejected))) if split_rule == "pair" else []
+        key = (pair.user_id, store.fingerprint([pair.prompt, responses]))
         split = first.setdefault(key, pair.split)
         if split != pair.split:
-            found.append(RowProblem(file, line, "split", f"this user's prompt stands in {split} too"))
+            what = "pair of responses" if split_rule == "pair" else "prompt"
+            found.append(RowProblem(file, line, "split", f"this user's {what} stands in {split} too"))
     return found

@@ -105,7 +105,12 @@ def run(args: argparse.Namespace) -> int:
     credit = [preference_credit(c, r) for c, r in zip(score_chosen, score_rejected, strict=True)]
     support = mean_over_users([p.user_id for p in pairs], credit)
     adaptation = {
-        "data": {"name": data.name, "fingerprint": data.fingerprint, "synthetic": data.synthetic},
+        "data": {
+            "name": data.name,
+            "fingerprint": data.fingerprint,
+            "synthetic": data.synthetic,
+            "split_rule": data.split_rule,
+        },
         "users": len(user_ids),
         "pairs": len(pairs),
         "steps": args.steps,
@@ -125,10 +130,13 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "checkpoint": str(args.out),
         **adaptation,
+        "split_warning": data.split_warning,
         "pairs_left_out": dropped,
         "fit_seconds": round(fit_seconds, 3),
         "seconds": round(time.monotonic() - started, 3),
     }
+    if data.split_warning:
+        print(f"warning: {data.split_warning}", file=sys.stderr)
     if args.json:
         print(json.dumps(report))
     else:

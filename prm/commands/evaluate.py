@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prm import extras, store
+from prm.dataset_dir import split_warning
 from prm.errors import ExtraMissing, UserError
 from prm.tracking.masking import command_line
 
@@ -93,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     summary = evaluate(options)
     run_id = None if args.no_track else _track(args, options, summary)
     if args.json:
-        print(json.dumps({**summary, "mlflow_run_id": run_id}, ensure_ascii=False))
+        warning = split_warning(summary.get("split_rule"))
+        print(json.dumps({**summary, "split_warning": warning, "mlflow_run_id": run_id}, ensure_ascii=False))
     else:
         print("\n".join(summary_lines(summary, options.out)))
     return 0
@@ -201,7 +203,11 @@ def _track(args: argparse.Namespace, options: PrefLampOptions, summary: dict[str
         data_fingerprint=summary["dataset"]["fingerprint"],
         checkpoint_fingerprint=summary["checkpoints"][-1]["fingerprint"] if last else None,
         params=params,
-        tags={"prm.benchmark": summary["benchmark"], "prm.synthetic": str(summary["synthetic"]).lower()},
+        tags={
+            "prm.benchmark": summary["benchmark"],
+            "prm.synthetic": str(summary["synthetic"]).lower(),
+            "prm.split_rule": str(summary.get("split_rule")),
+        },
     ) as run:
         run.log_metrics({**summary["metrics"], **{f"counts/{k}": v for k, v in summary["counts"].items()}})
         for name in ("summary.json", "cases.parquet"):
@@ -215,6 +221,8 @@ def summary_lines(summary: dict[str, Any], out: Path) -> list[str]:
     made_up = " (synthetic data)" if summary["synthetic"] else ""
     users, cases = summary["counts"]["users"], summary["counts"]["cases"]
     lines = [f"Pref-LaMP on {summary['dataset']['name']}{made_up}: {cases} cases of {users} users, {summary['lm']}"]
+    if warning := split_warning(summary.get("split_rule")):
+        lines.append(f"warning: {warning}")
     for label, a in summary["rm_accuracy"].items():
         lines.append(
             f"RM accuracy {label}: {a['mean']:.3f} [{a['low']:.3f}, {a['high']:.3f}] over {a['num_users']} users, "

@@ -11,6 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from prm import __version__, store
+from prm.dataset_dir import split_warning
 from prm.report import charts
 from prm.report.inputs import Curves, read_cases, read_curves, read_summary, read_verdict
 from prm.tracking.runs import read_record
@@ -50,6 +51,7 @@ def write_report(
         .get_template("template.html")
         .render(
             summary=summary,
+            split_warning=split_warning(summary.get("split_rule")),
             verdict=decision,
             other_evaluation=bool(
                 decision and record.get("run_id") and decision.get("evaluation_run") != record["run_id"]

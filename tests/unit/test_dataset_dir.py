@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prm import records, store
-from prm.dataset_dir import DatasetDir, check_dataset, write_dataset
+from prm.dataset_dir import SPLIT_RULES, DatasetDir, check_dataset, write_dataset
 from prm.errors import UserError
 from prm.records import Completion, PreferencePair, User, user_prompt
 
@@ -275,11 +275,26 @@ def test_a_missing_column_is_listed_row_by_row(tiny: Path) -> None:
 @pytest.mark.parametrize(("rule", "expected"), [("prompt", 1), ("dialog", 1), ("pair", 0)])
 def test_a_prompt_in_two_splits_of_one_user_is_reported(tmp_path: Path, rule: str, expected: int) -> None:
     """Unless the dataset says that it splits by pair; another user's use of the prompt is no fault."""
-    crossing = replace(PAIRS[4], pair_id="6", prompt=PAIRS[3].prompt)
+    crossing = replace(PAIRS[4], pair_id="6", prompt=PAIRS[3].prompt, chosen="c")
     data = _write(tmp_path / "d", pairs=[*PAIRS, crossing], split_rule=rule)
     found = check_dataset(data.path)
     assert [(p.line, p.field) for p in found] == [(6, "split")] * expected
     assert all("stands in support too" in p.reason for p in found)
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [("b", "a"), ("a", "b")])
+def test_a_pair_in_two_splits_of_one_user_is_reported_whichever_was_chosen(
+    tmp_path: Path, chosen: str, rejected: str
+) -> None:
+    crossing = replace(PAIRS[4], pair_id="6", prompt=PAIRS[3].prompt, chosen=chosen, rejected=rejected)
+    found = check_dataset(_write(tmp_path / "d", pairs=[*PAIRS, crossing], split_rule="pair").path)
+    assert [(p.line, p.reason) for p in found] == [(6, "this user's pair of responses stands in support too")]
+
+
+def test_only_a_split_by_pair_warns(tmp_path: Path) -> None:
+    warnings = {rule: _write(tmp_path / rule, split_rule=rule).split_warning for rule in SPLIT_RULES}
+    assert warnings["prompt"] is None and warnings["dialog"] is None
+    assert "nothing about new prompts" in (warnings["pair"] or "")
 
 
 def test_an_emptied_dataset_is_reported(tiny: Path) -> None:

@@ -189,6 +189,15 @@ def test_without_verdict_and_synthetic_data_it_says_neither(tmp_path):
     assert "Synthetic" not in text
 
 
+def test_a_split_by_pair_is_said(tmp_path):
+    evaluation = make_evaluation(tmp_path / "e")
+    assert "new prompts" not in render(evaluation, "--out", tmp_path / "r.html")
+    summary = json.loads((evaluation / "summary.json").read_text())
+    store.write_json(evaluation / "summary.json", {**summary, "split_rule": "pair"})
+    text = " ".join(Page(render(evaluation, "--out", tmp_path / "r.html")).text.split())
+    assert "This dataset is split by pair" in text and "nothing about new prompts" in text
+
+
 def test_a_verdict_on_another_evaluation_is_pointed_out(tmp_path):
     evaluation = make_evaluation(tmp_path / "e")
     store.write_json(evaluation / "mlflow.json", {"run_id": "run-2", "tracking_uri": "x"})
