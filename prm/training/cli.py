@@ -44,7 +44,7 @@ _KNOWN_WARNINGS = (
     ".*in eval mode at the start of training.*",
     # Metrics over unique pairs are equal on all ranks.
     ".*when logging on epoch level in distributed setting.*",
-    ".*all_gather_into_tensor.*",
+    ".*all_gather.*",
 )
 _FIXED = {"enable_checkpointing": False, "use_distributed_sampler": False, "barebones": False, "fast_dev_run": False}
 
@@ -191,7 +191,12 @@ class RecipeCLI(LightningCLI):
             kwargs["logger"] = self._mlflow_logger()
         directory = self.datamodule.directory
         info = {
-            "data": {"name": directory.name, "fingerprint": directory.fingerprint, "synthetic": directory.synthetic},
+            "data": {
+                "name": directory.name,
+                "fingerprint": directory.fingerprint,
+                "synthetic": directory.synthetic,
+                "split_rule": directory.split_rule,
+            },
             "data_fingerprint": directory.fingerprint,
         }
         checkpoints, resolved = PrmCheckpoint(self.run_dir / "checkpoints", info), self._resolved()

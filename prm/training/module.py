@@ -15,7 +15,7 @@ from prm.errors import UserError
 from prm.packing import flex_problem
 from prm.preference_accuracy import UserPreferenceAccuracy
 from prm.reward_models import FeatureReward
-from prm.training.strategies import partitioned_load
+from prm.training.strategies import partitioned_load, restore_rotary_buffers
 from prm.training.validation import UserMeanLoss
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,8 @@ class RewardModelModule(LightningModule):
                 # from_pretrained partitions what it reads for as long as this object lives.
                 self._partitioned_load = partitioned_load(self.trainer.strategy, bfloat16=self._is_bfloat16())
             self.build(len(self.trainer.datamodule.user_ids))
+            if self.load_partitioned:
+                restore_rotary_buffers(self.backbone)
         if self.initial_state is not None:
             # Before the strategy shards or copies them.
             self.load_trainable(self.initial_state)

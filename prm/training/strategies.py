@@ -112,3 +112,17 @@ def partitioned_load(strategy: Any, *, bfloat16: bool) -> Any:
 
     # The dtype of what is loaded; the engine's own configuration has none, since dtypes are kept.
     return HfDeepSpeedConfig({**config, "bf16": {"enabled": bfloat16}})
+
+
+def restore_rotary_buffers(model: nn.Module) -> None:
+    """Rotary frequencies in float32 again, after a partitioned load in bfloat16.
+
+    DeepSpeed's `zero.Init` makes every tensor of the load bfloat16, also the frequencies, which transformers computes in
+    float32 and keeps so: rounded, they turn positions by other angles.
+    """
+    for module in model.modules():
+        rounded = module._buffers.get("inv_freq")
+        if rounded is not None and rounded.dtype != torch.float32:
+            fresh = type(module)(module.config)  # type: ignore[call-arg, arg-type]
+            for name, buffer in fresh.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(rounded.device)
