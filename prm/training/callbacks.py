@@ -183,7 +183,9 @@ class RunRecord(Callback):
         if self.resumed_at is None:
             metrics.unlink(missing_ok=True)
         elif metrics.is_file():
-            lines = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _step(line) <= self.resumed_at]
+            lines = [
+                line for line in metrics.read_text(encoding="utf-8").splitlines() if _step(line) <= self.resumed_at
+            ]
             store.write_text(metrics, "".join(line + "\n" for line in lines))
         data = trainer.datamodule
         log.info("%s", data.summary())
@@ -197,6 +199,24 @@ def _step(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+class RareSigtermChecks(Callback):
+    """Let ranks agree on a SIGTERM every `log_every_n_steps` batches.
+
+    Lightning broadcasts the answer, and waits for it on the host, before every batch.
+    """
+
+    def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        ask = loop._broadcast_sigterm_tensor
+
+        def now_and_then() -> None:
+            # The batches of all ranks have the same numbers.
+            if loop.total_batch_idx % max(1, trainer.log_every_n_steps) == 0:
+                ask()
+
+        loop._broadcast_sigterm_tensor = now_and_then  # type: ignore[method-assign]
 
 
 class LearningRates(Callback):

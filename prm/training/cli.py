@@ -21,8 +21,9 @@ from transformers.utils import logging as transformers_logging
 
 from prm.errors import UserError
 from prm.extras import require
-from prm.training.callbacks import LearningRates, PrmCheckpoint, RunRecord, TrainingProgress
-from prm.training.resume import Resume, ResumeState, check_config, newest_state, read_state
+from prm.training.callbacks import LearningRates, PrmCheckpoint, RareSigtermChecks, RunRecord, TrainingProgress
+from prm.training.resume import Resume, check_config
+from prm.training.states import ResumeState, newest_state, read_state
 from prm.training.strategies import deepspeed_strategy, is_deepspeed
 
 log = logging.getLogger(__name__)
@@ -205,6 +206,7 @@ class RecipeCLI(LightningCLI):
             RunRecord(self.run_dir, resolved, self.state.step if self.state else None),
             checkpoints,
             Resume(self.run_dir, every, yaml.safe_load(resolved), checkpoints, self.state),
+            RareSigtermChecks(),
             LearningRates(),
             TrainingProgress(),
         ]

@@ -18,7 +18,6 @@ import logging
 import os
 import random
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,18 @@ import numpy as np
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from prm import store
 from prm.errors import UserError
 from prm.training.callbacks import PrmCheckpoint, full_state
-from prm.training.moments import gather_moments, restore_moments
 from prm.training.module import RewardModelModule
+from prm.training.moments import gather_moments, restore_moments
+from prm.training.states import FILES, SCHEMA_VERSION, ResumeState
 
 log = logging.getLogger(__name__)
-SCHEMA_VERSION = 1
 KEEP = 2
-_FILES = ("weights.safetensors", "moments.safetensors", "rng.json")
 _RNG_BYTES = 1 << 15
 # What may differ between the run that was killed and the one that goes on, since it changes no figure.
 _FREE = (
@@ -47,58 +45,6 @@ _FREE = (
     "data.row_tokens", "model.gradient_checkpointing", "model.attention", "model.load_partitioned",
 )  # fmt: skip
 _FIXED_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm", "limit_train_batches", "overfit_batches", "precision")
-
-
-@dataclass
-class ResumeState:
-    """A state on disk, whole."""
-
-    path: Path
-    info: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """Steps of the optimizer that were done."""
-        return int(self.info["step"])
-
-    def weights(self) -> dict[str, Tensor]:
-        """Trainable parameters by name, float32."""
-        return load_file(self.path / "weights.safetensors")
-
-    def moments(self) -> dict[str, Tensor]:
-        """AdamW's moments by `exp_avg/NAME` and `exp_avg_sq/NAME`, float32."""
-        return load_file(self.path / "moments.safetensors")
-
-
-def read_state(path: Path) -> ResumeState:
-    """A state, after its files were compared with their hashes.
-
-    Raises:
-        UserError: not a state, damaged, or of another schema.
-    """
-    try:
-        info = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        for name in _FILES:
-            if store.fingerprint_file(path / name) != info["files"][name]:
-                raise ValueError(f"{name} has changed since it was written")
-        version = info["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a whole resume state: {error}") from error
-    if version != SCHEMA_VERSION:
-        raise UserError(f"{path} has schema version {version}, this prm reads {SCHEMA_VERSION}")
-    return ResumeState(path, info)
-
-
-def newest_state(run_dir: Path) -> ResumeState | None:
-    """The newest whole state of a run directory; damaged ones are passed over with a warning."""
-    folder = run_dir / "resume"
-    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    for step in sorted(steps, reverse=True):
-        try:
-            return read_state(folder / str(step))
-        except UserError as error:
-            log.warning("%s: passed over", error)
-    return None
 
 
 def check_config(state: ResumeState, config: dict[str, Any]) -> None:
@@ -231,7 +177,7 @@ class Resume(Callback):
                 "user_ids": data.user_ids,
                 "best": best and {"accuracy": best[0], "loss": -best[1], "step": self.checkpoints.best_step},
                 "config": self.config,
-                "files": {name: store.fingerprint_file(directory / name) for name in _FILES},
+                "files": {name: store.fingerprint_file(directory / name) for name in FILES},
             }
             store.write_json(directory / "state.json", info)
         self._drop_old()

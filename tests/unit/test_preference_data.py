@@ -1,11 +1,13 @@
 import logging
 
+import numpy as np
 import pytest
 import torch
 
 from data_modules.preference_data import PreferenceDataModule, user_weights
 from prm.dataset_dir import write_dataset
 from prm.errors import UserError
+from prm.packing import attention_mask
 from prm.records import PreferencePair, User, user_prompt
 
 
@@ -34,7 +36,9 @@ def write(directory, pairs):
 
 @pytest.fixture
 def data(tmp_path, tiny_llama_path):
-    return PreferenceDataModule(write(tmp_path / "toy", PAIRS), str(tiny_llama_path), batch_size=4, max_length=64)
+    return PreferenceDataModule(
+        write(tmp_path / "toy", PAIRS), str(tiny_llama_path), batch_size=4, max_length=64, layout="padded"
+    )
 
 
 def test_weights_make_users_equal():
@@ -96,6 +100,7 @@ def test_seen_users_test_split_is_read_for_tests_only(data):
 def test_cut_texts_are_counted(tmp_path, tiny_llama_path):
     long = [pair("1", "ann", "train", "word " * 300, "short", "also short")]
     data = PreferenceDataModule(write(tmp_path / "toy", long), str(tiny_llama_path), batch_size=1, max_length=32)
+    data.layout = data.rows.layout = "padded"
     data.setup("fit")
     assert data.counts["cut_sequences"] == 2
     assert data.counts["cut_tokens"] > 400
@@ -131,3 +136,35 @@ def test_labels_do_not_leak_through_formatting(data):
     ann, bob = tokens.collate([0]), tokens.collate([1])
     assert torch.equal(ann["input_ids"][ann["chosen"]], bob["input_ids"][bob["rejected"]])
     assert torch.equal(ann["input_ids"][ann["rejected"]], bob["input_ids"][bob["chosen"]])
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_rows_hold_the_same_texts(data, layout):
+    data.setup("fit")
+    (plain,) = list(data.train_dataloader())
+    data.rows.layout = layout
+    (batch,) = list(data.train_dataloader())
+    for name in ("chosen", "rejected", "user_index", "weight", "sample_ids"):
+        assert torch.equal(batch[name], plain[name])
+    for number in range(6):
+        row, column = batch["row"][number], batch["column"][number]
+        seen = attention_mask(batch["visible_until"])[row, 0, column]
+        expected = plain["input_ids"][number][plain["attention_mask"][number] == 1]
+        assert torch.equal(batch["input_ids"][row][seen], expected)
+
+
+def test_ready_features_take_the_texts_place(data):
+    data.setup("fit")
+    tokens = data.split_tokens("train")
+    (plain,) = list(data.train_dataloader())
+    tokens.features = np.arange(len(tokens.sequences) * 3, dtype=np.float32).reshape(-1, 3)
+    (batch,) = list(data.train_dataloader())
+    assert "input_ids" not in batch
+    for number in range(6):
+        ids = plain["input_ids"][number][plain["attention_mask"][number] == 1].tolist()
+        assert batch["features"][number].tolist() == tokens.features[tokens.sequences.index(tuple(ids))].tolist()
+
+
+def test_a_share_outside_0_to_1_is_refused(tmp_path, tiny_llama_path):
+    with pytest.raises(UserError, match=r"data\.min_shared 1\.5"):
+        PreferenceDataModule(write(tmp_path / "toy", PAIRS), str(tiny_llama_path), min_shared=1.5)

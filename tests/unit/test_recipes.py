@@ -78,8 +78,7 @@ def test_values_can_be_overridden_and_links_hold():
     ("options", "said"),
     [
         (["--model.head_rate", "1"], "--model.head_rate"),
-        (["--resume", "auto"], "--resume"),
-        (["--dry-run"], "--dry-run"),
+        (["--resume_every", "often"], "resume_every"),
         (["--ckpt_path", "x"], "--ckpt_path"),
         (["--data.batch_size", "many"], "data.batch_size"),
         (["--model.reward_model.class_path", "prm.reward_models.nothing.There"], "model.reward_model"),
@@ -101,6 +100,9 @@ def test_a_wrong_option_is_one_line_and_exit_status_2(options, said, capsys):
         (["--trainer.precision", "bf16-mixed"], "model.dtype bfloat16"),
         (["--trainer.enable_checkpointing", "true"], "trainer.enable_checkpointing"),
         (["--data.data", "/nowhere"], "no dataset directory at /nowhere"),
+        (["--resume", "auto", "--overwrite", "true"], "--resume goes with neither --overwrite"),
+        (["--resume", "/nowhere"], "/nowhere is not a whole resume state"),
+        (["--resume_every", "-1"], "--resume_every -1"),
     ],
 )
 def test_what_is_not_supported_is_refused_before_anything_is_written(options, said, capsys, tmp_path):
@@ -131,7 +133,23 @@ def test_what_a_run_leaves_that_never_began_is_no_run(tmp_path):
     assert cli._holds_a_run(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["deepspeed_stage_3", "deepspeed_stage_2_offload"])
+def test_resume_needs_the_run_directory(capsys):
+    lore = str(ROOT / "recipes/configs/synthetic/lore.yaml")
+    with pytest.raises(SystemExit):
+        cli.main(RewardModelModule, PreferenceDataModule, ["fit", "--config", lore, "--resume", "auto"])
+    assert "--resume needs --run_dir" in capsys.readouterr().err
+
+
+def test_a_directory_without_a_run_is_not_resumed(tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("kept")
+    lore = str(ROOT / "recipes/configs/synthetic/lore.yaml")
+    options = ["--run_dir", str(tmp_path), "--resume", "auto"]
+    with pytest.raises(SystemExit):
+        cli.main(RewardModelModule, PreferenceDataModule, ["fit", "--config", lore, *options])
+    assert "holds no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["deepspeed_stage_4", "deepspeed_stage_2_offload"])
 def test_deepspeed_stages_that_do_not_work_are_refused(name):
     from prm.errors import UserError
     from prm.training.strategies import deepspeed_strategy

@@ -3,11 +3,13 @@ import math
 import pytest
 import torch
 from lightning import Trainer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_modules.preference_data import PreferenceDataModule
 from prm.backbones import LoraSpec
 from prm.checkpoints import load_head, open_checkpoint, read_info
 from prm.dataset_dir import write_dataset
+from prm.errors import UserError
 from prm.losses import bradley_terry
 from prm.records import PreferencePair, User, user_prompt
 from prm.reward_models import GlobalBT, LoRE
@@ -230,3 +232,99 @@ def test_saving_a_checkpoint_does_not_disturb_the_training(make, tmp_path):
         fit(module, data, max_epochs=2, callbacks=callbacks)
         ends.append(full_state(module))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+# Rows
+
+
+LAYOUTS = ["padded", "packed", "shared"]
+
+
+class Syncs(TorchDispatchMode):
+    """Notes operations that make the host wait for the device."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name().split("::")[1].split(".")[0] in self.WAITING:
+            self.found.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_training_step_does_not_wait_for_the_device(make, layout):
+    module, data = make()
+    data.rows.layout = layout
+    _built(module, data)
+    module.log = lambda *args, **options: None
+    batch = next(iter(data.train_dataloader()))
+    with Syncs() as syncs:
+        module.training_step(batch, 0).backward()
+    # Transformers looks whether a mask has padding; the layouts of ours give it nothing to look at.
+    assert bool(syncs.found) == (layout == "padded"), syncs.found
+
+
+def test_the_layouts_train_alike(make):
+    ends = {}
+    for layout in LAYOUTS:
+        module, data = make(lora=LoraSpec(r=4, alpha=8))
+        data.layout = data.rows.layout = layout
+        fit(module, data, max_epochs=3)
+        ends[layout] = full_state(module)
+    for layout in ("packed", "shared"):
+        for name, value in ends["padded"].items():
+            assert (ends[layout][name] - value).abs().max() < 1e-4, f"{layout}: {name}"
+    start = _built(*make()).head.bases
+    assert (ends["padded"]["head.bases"] - start).abs().max() > 1e-2
+
+
+def test_shared_rows_hold_fewer_tokens(make):
+    _, data = make(batch_size=12)
+    data.setup("fit")
+    widths = {}
+    for layout in LAYOUTS:
+        data.rows.layout = layout
+        widths[layout] = next(iter(data.train_dataloader()))["input_ids"].numel()
+    assert widths["shared"] < 0.6 * widths["packed"] <= 0.6 * widths["padded"]
+
+
+def test_a_backbone_that_cannot_share_falls_back_or_is_refused(make, monkeypatch, caplog):
+    monkeypatch.setattr("prm.backbones.Backbone.rows_differ", lambda self: "this model counts positions by itself")
+    module, data = make()
+    with caplog.at_level("WARNING"):
+        fit(module, data)
+    assert "counts positions by itself: every text gets a row of its own" in caplog.text
+    assert data.rows.layout == "padded"
+    module, data = make()
+    data.layout = "shared"
+    with pytest.raises(UserError, match=r"data\.layout shared: this model counts positions by itself; use padded"):
+        fit(module, data)
+
+
+def test_flex_attention_by_name_needs_cuda(make):
+    module, data = make(attention="flex_attention")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(UserError, match="FlexAttention trains on CUDA"):
+        fit(module, data)
+
+
+def test_an_encoder_is_trained_on_padded_texts(toy_dir, minilm_path):
+    module = RewardModelModule(str(minilm_path), GlobalBT, pooling="mean", dtype="float32")
+    data = PreferenceDataModule(toy_dir, str(minilm_path), batch_size=4, max_length=64)
+    fit(module, data, max_steps=1)
+    assert data.rows.layout == "padded"
+    data = PreferenceDataModule(toy_dir, str(minilm_path), batch_size=4, max_length=64, layout="shared")
+    module = RewardModelModule(str(minilm_path), GlobalBT, pooling="mean", dtype="float32")
+    with pytest.raises(UserError, match="bidirectional encoder"):
+        fit(module, data, max_steps=1)
+
+
+def test_a_partitioned_load_needs_stage_3(make):
+    module, data = make(load_partitioned=True)
+    with pytest.raises(UserError, match="deepspeed_stage_3"):
+        fit(module, data)
