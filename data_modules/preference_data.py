@@ -245,6 +245,25 @@ class PreferenceDataModule(LightningDataModule):
         self.counts["sequences"] = sum(len(t.sequences) for t in self._tokens.values())
         self.counts["cut_sequences"] = self._formatter.cut_rows
         self.counts["cut_tokens"] = self._formatter.cut_tokens
+        if self.cached_features is not None:
+            self._read_features()
+
+    def _read_features(self) -> None:
+        """Take the texts' features from the cache; all ranks together compute what it lacks."""
+        from prm.frozen_features import backbone_features
+
+        found = backbone_features(
+            self.backbone,
+            self.revision,
+            data=self.directory,
+            sequences={LOADER_SPLITS[name]: tokens.sequences for name, tokens in self._tokens.items()},
+            formatter=self.formatter,
+            pooling=self.pooling,
+            dtype=self.dtype,
+            engine=str(self.cached_features),
+        )
+        for name, tokens in self._tokens.items():
+            tokens.features = found[LOADER_SPLITS[name]]
 
     def split_tokens(self, name: str) -> PairTokens | None:
         """Tokens of "train", "validation" or "test" after `setup`; None when the split has no pairs."""

@@ -267,7 +267,8 @@ def save_checkpoint(
         save_file(tensors, directory / "head.safetensors")
         users.save(directory / "users")
         backbone.tokenizer.save_pretrained(directory / "tokenizer")
-        store.write_json(directory / "prm.json", {**facts, "probe": live, "verified": "scores" if reload else "tensors"})
+        verified = "scores" if reload else "tensors"
+        store.write_json(directory / "prm.json", {**facts, "probe": live, "verified": verified})
         if reload:
             allowed = () if facts["class_path"].startswith("prm.") else (facts["class_path"].split(".")[0],)
             reloaded = open_checkpoint(directory, allow_code=allowed)
@@ -280,9 +281,7 @@ def save_checkpoint(
     return out
 
 
-def _compare_tensors(
-    directory: Path, head: dict[str, Tensor], users: UserStates, adapter: dict[str, Tensor]
-) -> None:
+def _compare_tensors(directory: Path, head: dict[str, Tensor], users: UserStates, adapter: dict[str, Tensor]) -> None:
     """Raise RuntimeError unless the files hold exactly these tensors."""
     pairs = [(head, load_file(directory / "head.safetensors"))]
     pairs.append(({"states": users.states}, {"states": UserStates.load(directory / "users").states}))

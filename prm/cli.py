@@ -16,7 +16,9 @@ from prm.errors import UserError
 # command -> (module, what it does, extras it needs). A module is imported when its command is chosen.
 COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "data": ("prm.commands.data", "build a dataset directory, or check one", ()),
+    "features": ("prm.commands.features", "compute a frozen backbone's features ahead of training", ("train",)),
     "adapt": ("prm.commands.adapt", "add new users to a checkpoint from their support pairs", ("train",)),
+    "export": ("prm.commands.export", "a run's weights as a prm checkpoint or a Hugging Face model", ("train",)),
     "score": ("prm.commands.score", "raw rewards of responses, one JSON a line", ("train",)),
     "evaluate": ("prm.commands.evaluate", "generate, score and compare with the users' own texts", ()),
     "register": ("prm.commands.register", "put a checkpoint into MLflow's model registry", ("track",)),

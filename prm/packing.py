@@ -223,7 +223,7 @@ def flex_problem(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "FlexAttention trains on CUDA devices alone"
     # Widths are rounded, so there is a handful of them; torch's own limit of eight would end in its slow fallback.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # type: ignore[attr-defined]
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     generator = torch.Generator().manual_seed(0)
     sequences = [tuple(range(n)) for n in (90, 70, 40)] + [(*range(60), 200, 201)]
     until = pack(sequences, 0, multiple_of=128)["visible_until"].to(device)
@@ -240,6 +240,8 @@ def flex_problem(device: torch.device) -> str | None:
             (out * draws[1][0]).sum().backward()
             results.append([out.detach(), query.grad, key.grad, value.grad])
     except Exception as error:  # the compiler fails in many ways
-        return f"FlexAttention does not run here ({(str(error).strip().splitlines() or [type(error).__name__])[0][:150]})"
+        return (
+            f"FlexAttention does not run here ({(str(error).strip().splitlines() or [type(error).__name__])[0][:150]})"
+        )
     gap = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True))
     return None if gap < 2e-2 else f"FlexAttention differs from plain attention by {gap:.2g} here"

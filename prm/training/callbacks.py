@@ -216,7 +216,7 @@ class RareSigtermChecks(Callback):
             if loop.total_batch_idx % max(1, trainer.log_every_n_steps) == 0:
                 ask()
 
-        loop._broadcast_sigterm_tensor = now_and_then  # type: ignore[method-assign]
+        loop._broadcast_sigterm_tensor = now_and_then
 
 
 class LearningRates(Callback):

@@ -143,6 +143,10 @@ class RecipeCLI(LightningCLI):
                 f"trainer.precision {trainer.precision} is not supported: set model.dtype bfloat16, which the frozen "
                 "backbone then has, while adapter, head and users stay float32"
             )
+        if config.data.cached_features is not None and config.model.lora is not None:
+            raise UserError(
+                "data.cached_features needs a frozen backbone: set model.lora null, or leave cached_features out"
+            )
         if trainer.devices == "auto" and "LOCAL_WORLD_SIZE" in os.environ:
             # Lightning takes one device on a CPU machine, whatever torchrun has started.
             trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -138,9 +138,10 @@ class Resume(Callback):
         if self.start is not None:
             _restore_rng(json.loads((self.start.path / "rng.json").read_text()), trainer)
             self.start = None
-        elif self.every and step and step % self.every == 0 and step != self._written:
-            if batch_index % trainer.accumulate_grad_batches == 0:
-                self._write(trainer, module)
+            return
+        due = self.every and step and step % self.every == 0 and step != self._written
+        if due and batch_index % trainer.accumulate_grad_batches == 0:
+            self._write(trainer, module)
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         # Not after an interrupt, which may come in the middle of a step.
@@ -210,13 +211,13 @@ def _set_progress(trainer: Trainer, info: dict[str, Any]) -> None:
 
     def on_run_start(fetcher: Any) -> None:
         # Between the reset of the epoch's counters and the first batch there is no other hook.
-        epoch_loop.on_run_start = original  # type: ignore[method-assign]
+        epoch_loop.on_run_start = original
         original(fetcher)
         current = epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = current.completed = info["step_in_epoch"] * accumulate
         fetcher.fetched += current.ready
 
-    epoch_loop.on_run_start = on_run_start  # type: ignore[method-assign]
+    epoch_loop.on_run_start = on_run_start
 
 
 def _gather_rng(trainer: Trainer) -> list[dict[str, Any]]:

@@ -117,8 +117,8 @@ def partitioned_load(strategy: Any, *, bfloat16: bool) -> Any:
 def restore_rotary_buffers(model: nn.Module) -> None:
     """Rotary frequencies in float32 again, after a partitioned load in bfloat16.
 
-    DeepSpeed's `zero.Init` makes every tensor of the load bfloat16, also the frequencies, which transformers computes in
-    float32 and keeps so: rounded, they turn positions by other angles.
+    DeepSpeed's `zero.Init` makes every tensor of the load bfloat16, also the frequencies, which transformers computes
+    in float32 and keeps so: rounded, they turn positions by other angles.
     """
     for module in model.modules():
         rounded = module._buffers.get("inv_freq")

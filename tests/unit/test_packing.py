@@ -68,7 +68,7 @@ def test_padding_sees_itself_alone_and_nothing_sees_it():
 
 def test_what_is_shared_stands_once():
     context = tuple(range(1, 101))
-    sequences = [context + (200 + i, *range(300, 300 + i)) for i in range(6)]
+    sequences = [(*context, 200 + i, *range(300, 300 + i)) for i in range(6)]
     shared = pack(sequences, 0)
     assert shared["input_ids"].numel() == 100 + sum(len(s) - 100 for s in sequences)
     packed = pack(sequences, 0, layout="packed")
@@ -172,8 +172,8 @@ def test_features_and_gradients_equal_separate_forwards(backbone, layout, poolin
 def test_a_branch_does_not_feel_its_neighbour(backbone):
     backbone.pooling = "last"
     prompt = tuple(range(100, 130))
-    first = backbone.features_of_rows(pack([prompt + (7, 8), prompt + (9,)], 0))
-    second = backbone.features_of_rows(pack([prompt + (7, 8), prompt + (900, 901, 902)], 0))
+    first = backbone.features_of_rows(pack([(*prompt, 7, 8), (*prompt, 9)], 0))
+    second = backbone.features_of_rows(pack([(*prompt, 7, 8), (*prompt, 900, 901, 902)], 0))
     assert (first[0] - second[0]).abs().max() < 1e-5 * first.abs().max()
     assert (first[1] - second[1]).abs().max() > 1e-2 * first.abs().max()
 
@@ -245,7 +245,7 @@ def test_a_sliding_window_is_heeded(model_directory, monkeypatch):
 def test_an_encoder_is_refused_with_the_reason(minilm_path):
     backbone = open_backbone(str(minilm_path), dtype="float32", pooling="mean")
     assert "bidirectional encoder" in str(backbone.rows_differ())
-    with pytest.raises(UserError, match="bidirectional encoder.*use padded"):
+    with pytest.raises(UserError, match=r"bidirectional encoder.*use padded"):
         backbone.features_of_rows(pack([(1, 2, 3)], 0))
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import shutil
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -278,7 +279,7 @@ def test_another_dataset_is_refused(fit, tmp_path):
 def test_weights_of_another_model_are_refused(fit, tmp_path):
     module, _, _, _ = fit(tmp_path / "run")
     state = full_state(module)
-    with pytest.raises(UserError, match="do not fit this model: users.states"):
+    with pytest.raises(UserError, match=r"do not fit this model: users\.states"):
         module.load_trainable({**state, "users.states": torch.zeros(3, 2)})
     with pytest.raises(UserError, match=r"do not fit this model: head\.bases"):
         module.load_trainable({k: v for k, v in state.items() if k != "head.bases"})
@@ -325,7 +326,7 @@ def test_figures_after_the_state_are_dropped_from_the_file(tmp_path):
         is_global_zero, logger = True, None
 
         class datamodule:
-            counts = {}
+            counts: ClassVar = {}
             summary = staticmethod(lambda: "data")
 
     RunRecord(tmp_path, "a: 1\n", resumed_at=8).on_fit_start(Run)
