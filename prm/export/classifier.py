@@ -193,8 +193,8 @@ def _readme(facts: dict[str, Any]) -> str:
     text = (
         "The chat template of this directory renders a conversation as the model was trained on it."
         if facts["chat_template_renders_as_trained"]
-        else "A chat template may render a conversation otherwise than the model was trained on it, and the reward is then"
-        " another: `prm_export.json` holds probe texts with their token ids and rewards to compare with."
+        else "A chat template may render a conversation otherwise than the model was trained on it, and the reward is "
+        "then another: `prm_export.json` holds probe texts with their token ids and rewards to compare with."
     )
     return f"""# A reward model as a sequence classifier: {facts["class_path"]} on {facts["backbone"]["name"]}
 

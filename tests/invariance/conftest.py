@@ -1,4 +1,4 @@
-"""Every reward model, on one small dataset: whoever adds a method adds a line to ARGUMENTS, and the suite runs over it."""
+"""Every reward model, on one small dataset: a new method adds a line to ARGUMENTS, and the suite runs over it."""
 
 from __future__ import annotations
 
