@@ -123,6 +123,7 @@ def restore_rotary_buffers(model: nn.Module) -> None:
     for module in model.modules():
         rounded = module._buffers.get("inv_freq")
         if rounded is not None and rounded.dtype != torch.float32:
-            fresh = type(module)(module.config)  # type: ignore[call-arg, arg-type]
+            cls: Any = type(module)
+            fresh = cls(module.config)
             for name, buffer in fresh.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(rounded.device)
