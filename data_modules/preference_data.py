@@ -100,6 +100,10 @@ class PairTokens(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
 
+    def text_numbers(self, sample_ids: Sequence[int]) -> list[int]:
+        """Numbers of the distinct texts of pairs, in order of appearance."""
+        return list(dict.fromkeys(number for i in sample_ids for number in self._columns[i][:2]))
+
     def collate(self, sample_ids: Sequence[int]) -> dict[str, Tensor]:
         """A batch of N pairs over their M distinct texts.
 
@@ -108,13 +112,11 @@ class PairTokens(Dataset[int]):
             `packing.pack` makes them; or features [M, d]. And the pairs: chosen, rejected [N], numbers of texts;
             user_index [N]; weight [N]; sample_ids [N].
         """
-        place: dict[int, int] = {}
         chosen, rejected, users = zip(*(self._columns[i] for i in sample_ids), strict=True)
-        for chosen_row, rejected_row in zip(chosen, rejected, strict=True):
-            place.setdefault(chosen_row, len(place))
-            place.setdefault(rejected_row, len(place))
+        numbers = self.text_numbers(sample_ids)
+        place = {number: row for row, number in enumerate(numbers)}
         return {
-            **self._texts(list(place)),
+            **self._texts(numbers),
             "chosen": torch.tensor([place[row] for row in chosen]),
             "rejected": torch.tensor([place[row] for row in rejected]),
             "user_index": torch.tensor(users),
@@ -192,6 +194,8 @@ class PreferenceDataModule(LightningDataModule):
         self.layout, self.length_bucketing = layout, length_bucketing
         self.rows = RowOptions("shared" if layout == "auto" else layout, min_shared, row_tokens)
         self.cached_features, self.pooling, self.dtype = cached_features, pooling, dtype
+        #: Whether `setup` leaves cached features alone, for a run that is only planned.
+        self.plan_only = False
         #: Steps of the first epoch that the training loader leaves out, for a run that is resumed: (epoch, steps).
         self.resume_at = (0, 0)
         self.user_ids: list[str] = []
@@ -245,7 +249,7 @@ class PreferenceDataModule(LightningDataModule):
         self.counts["sequences"] = sum(len(t.sequences) for t in self._tokens.values())
         self.counts["cut_sequences"] = self._formatter.cut_rows
         self.counts["cut_tokens"] = self._formatter.cut_tokens
-        if self.cached_features is not None:
+        if self.cached_features is not None and not self.plan_only:
             self._read_features()
 
     def _read_features(self) -> None:
@@ -283,9 +287,21 @@ class PreferenceDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         rank, num_ranks = self._ranks()
-        accumulate = self.trainer.accumulate_grad_batches if self.trainer else 1
+        sampler = self.train_sampler(rank, num_ranks, self.trainer.accumulate_grad_batches if self.trainer else 1)
         tokens = self._tokens["train"]
-        sampler = GroupedBatchSampler(
+        if sampler.num_left_out and rank == 0:
+            log.info(
+                "%d of %d training pairs are left out of each epoch, others each time: they do not fill a step of %d",
+                sampler.num_left_out,
+                len(tokens),
+                sampler.pairs_per_step,
+            )
+        return self._loader(tokens, sampler)
+
+    def train_sampler(self, rank: int, num_ranks: int, accumulate: int) -> GroupedBatchSampler:
+        """Batches of training pairs of one rank; there after `setup`."""
+        tokens = self._tokens["train"]
+        return GroupedBatchSampler(
             tokens.groups,
             self.batch_size,
             lengths=tokens.lengths if self.length_bucketing else None,
@@ -295,14 +311,6 @@ class PreferenceDataModule(LightningDataModule):
             seed=self.seed,
             resume_at=self.resume_at,
         )
-        if sampler.num_left_out and rank == 0:
-            log.info(
-                "%d of %d training pairs are left out of each epoch, others each time: they do not fill a step of %d",
-                sampler.num_left_out,
-                len(tokens),
-                self.batch_size * num_ranks * accumulate,
-            )
-        return self._loader(tokens, sampler)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         return self._evaluation_loader("validation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -184,12 +185,16 @@ class Backbone(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Features [N, d] in float32 of token ids [N, T] with mask [N, T] (1 = token), padded on either side."""
-        options: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if not self.encoder:
-            options["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
-            options["use_cache"] = False
-        hidden_ntd = self._decoder()(**options).last_hidden_state
-        return pool(hidden_ntd, attention_mask, self.pooling).float()
+        positions = None if self.encoder else (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+        return pool(self.hidden_states(input_ids, attention_mask, positions), attention_mask, self.pooling).float()
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Any, position_ids: Tensor | None = None) -> Tensor:
+        """Last hidden states [N, T, d] of token ids [N, T], with a mask as the model's own forward takes it."""
+        options = {} if self.encoder else {"position_ids": position_ids, "use_cache": False}
+        hidden: Tensor = self._decoder()(
+            input_ids=input_ids, attention_mask=attention_mask, **options
+        ).last_hidden_state
+        return hidden
 
     def features_of_rows(self, batch: dict[str, Tensor]) -> Tensor:
         """Features [M, d] in float32 of the M sequences of `packing.pack`: those of `forward`, with less to compute.
@@ -204,9 +209,7 @@ class Backbone(nn.Module):
             raise UserError(f"data.layout: {reason}; use padded")
         until_rt, row_m, column_m = batch["visible_until"], batch["row"], batch["column"]
         mask = self._row_masks(until_rt, batch["position_ids"])
-        hidden_rtd = self._decoder()(
-            input_ids=batch["input_ids"], attention_mask=mask, position_ids=batch["position_ids"], use_cache=False
-        ).last_hidden_state
+        hidden_rtd = self.hidden_states(batch["input_ids"], mask, batch["position_ids"])
         if self.pooling == "last":
             return hidden_rtd[row_m, column_m].float()
         # What the last token of a sequence can see is that sequence.
@@ -344,6 +347,7 @@ def open_backbone(
     lora: LoraSpec | None = None,
     pooling: str = "last",
     gradient_checkpointing: bool = False,
+    empty: bool = False,
 ) -> Backbone:
     """Open a model with its weights frozen, and put a fresh LoRA adapter on it when `lora` is given.
 
@@ -354,6 +358,7 @@ def open_backbone(
         lora: the adapter, or None for a frozen backbone.
         pooling: which hidden state is the feature.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        empty: shapes alone, on the meta device: neither weights nor memory are needed.
 
     Raises:
         UserError: the model cannot be opened, or an option does not fit it.
@@ -363,13 +368,26 @@ def open_backbone(
     tokenizer = open_tokenizer(name, revision)
     encoder = is_encoder(name, revision)
     factory = AutoModel if encoder else AutoModelForCausalLM
-    options: dict[str, Any] = {"dtype": torch_dtype(dtype), "use_safetensors": True}
+    options: dict[str, Any] = {"dtype": torch_dtype(dtype)}
     if encoder:
         options["add_pooling_layer"] = False
-    model = _open_encoder(factory, name, revision, options) if encoder else _open(factory, name, revision, **options)
+    if empty:
+        open_as = _open_empty
+    else:
+        open_as = _open
+        options["use_safetensors"] = True
+    try:
+        model = open_as(factory, name, revision, **options)
+    except TypeError:
+        if "add_pooling_layer" not in options:
+            raise
+        # An architecture without an optional pooler.
+        options.pop("add_pooling_layer")
+        model = open_as(factory, name, revision, **options)
     model.requires_grad_(False)
     if lora is not None:
-        model = _with_adapter(model, lora, encoder=encoder)
+        with torch.device("meta") if empty else contextlib.nullcontext():
+            model = _with_adapter(model, lora, encoder=encoder)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora is not None:
@@ -378,12 +396,13 @@ def open_backbone(
     return Backbone(name, revision, model, tokenizer, encoder=encoder, pooling=pooling, lora=lora)
 
 
-def _open_encoder(factory: Any, name: str, revision: str | None, options: dict[str, Any]) -> Any:
-    try:
-        return _open(factory, name, revision, **options)
-    except TypeError:  # an architecture without an optional pooler
-        options.pop("add_pooling_layer")
-        return _open(factory, name, revision, **options)
+def _open_empty(factory: Any, name: str, revision: str | None, **options: Any) -> Any:
+    """The model of a configuration on the meta device."""
+    from transformers import AutoConfig
+
+    config = _open(AutoConfig, name, revision)
+    with torch.device("meta"):
+        return factory.from_config(config, trust_remote_code=False, **options)
 
 
 def _with_adapter(model: Any, lora: LoraSpec, *, encoder: bool) -> Any:

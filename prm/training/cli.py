@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from prm.errors import UserError
 from prm.extras import require
 from prm.training.callbacks import LearningRates, PrmCheckpoint, RareSigtermChecks, RunRecord, TrainingProgress
+from prm.training.dry_run import report as dry_run_report
 from prm.training.resume import Resume, check_config
 from prm.training.states import ResumeState, newest_state, read_state
 from prm.training.strategies import deepspeed_strategy, is_deepspeed
@@ -85,6 +86,7 @@ class RecipeCLI(LightningCLI):
     def __init__(self, module: type[LightningModule], data: type[LightningDataModule], args: Any = None) -> None:
         self.run_dir = Path()
         self.state: ResumeState | None = None
+        self.planned_for = "cpu"
         super().__init__(
             module,
             data,
@@ -120,6 +122,13 @@ class RecipeCLI(LightningCLI):
         parser.add_argument(
             "--resume_every", type=int, default=50, help="Steps between resume states; the last two are kept. 0: none."
         )
+        parser.add_argument(
+            "--dry_run",
+            "--dry-run",
+            action="store_true",
+            help="Build the configuration, the data, the sampler and the model without weights; print trainable "
+            "parameters, memory per GPU under ZeRO 0-3, tokens and padding a step, DeepSpeed's JSON; write nothing.",
+        )
         parser.add_argument("--overwrite", type=bool, default=False, help="Replace what a run directory holds.")
         parser.add_argument("--experiment", type=str, default="prm", help="MLflow experiment.")
         parser.add_argument("--run_name", type=str | None, default=None, help="Name of the MLflow run.")
@@ -147,6 +156,13 @@ class RecipeCLI(LightningCLI):
             raise UserError(
                 "data.cached_features needs a frozen backbone: set model.lora null, or leave cached_features out"
             )
+        if torch.cuda.is_available() and trainer.accelerator in ("auto", "gpu", "cuda"):
+            self.planned_for = "cuda"
+        elif config.dry_run and trainer.accelerator in ("gpu", "cuda"):
+            # Planned on a machine without one.
+            self.planned_for, trainer.accelerator = "cuda", "cpu"
+            if config.model.dtype == "auto":
+                config.model.dtype = config.data.dtype = "bfloat16"
         if trainer.devices == "auto" and "LOCAL_WORLD_SIZE" in os.environ:
             # Lightning takes one device on a CPU machine, whatever torchrun has started.
             trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -182,8 +198,8 @@ class RecipeCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
-        accelerator = config.accelerator
-        cuda = torch.cuda.is_available() and accelerator in ("auto", "gpu", "cuda")
+        dry_run = self._get(self.config_init, "dry_run")
+        cuda = self.planned_for == "cuda"
         if not cuda:
             _use_all_cores()
         if is_deepspeed(config.strategy):
@@ -192,6 +208,9 @@ class RecipeCLI(LightningCLI):
                 cuda=cuda,
                 batch_size=self.datamodule.batch_size,
             )
+        if dry_run:
+            kwargs["logger"] = False
+            return self._trainer(kwargs)
         if config.logger in (None, True):
             kwargs["logger"] = self._mlflow_logger()
         directory = self.datamodule.directory
@@ -214,6 +233,9 @@ class RecipeCLI(LightningCLI):
             LearningRates(),
             TrainingProgress(),
         ]
+        return self._trainer(kwargs)
+
+    def _trainer(self, kwargs: dict[str, Any]) -> Trainer:
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError) as error:
@@ -236,6 +258,12 @@ class RecipeCLI(LightningCLI):
         """UUID of the MLflow run of the run directory."""
         file = self.run_dir / "mlflow.json"
         return str(json.loads(file.read_text(encoding="utf-8"))["run_uuid"]) if file.is_file() else None
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if not self._get(self.config, "dry_run"):
+            super()._run_subcommand(subcommand)
+        elif rank() == 0:
+            sys.stdout.write(dry_run_report(self.model, self.datamodule, self.trainer, planned_for=self.planned_for))
 
     def after_fit(self) -> None:
         if self.trainer.interrupted:

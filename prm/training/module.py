@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Literal
@@ -92,7 +93,9 @@ class RewardModelModule(LightningModule):
         self.strict_loading = False
         self._name, self._revision, self._dtype = backbone, revision, dtype
         self._reward_model, self._lora, self._pooling = reward_model, lora, pooling
-        self._gradient_checkpointing = gradient_checkpointing
+        self.gradient_checkpointing = gradient_checkpointing
+        #: Build shapes alone, on the meta device.
+        self.empty = False
         self._attention = attention
         self.load_partitioned = load_partitioned
         self._partitioned_load: Any = None
@@ -154,9 +157,11 @@ class RewardModelModule(LightningModule):
                 dtype=self._dtype,
                 lora=self._lora,
                 pooling=self._pooling,
-                gradient_checkpointing=self._gradient_checkpointing,
+                gradient_checkpointing=self.gradient_checkpointing and not self.empty,
+                empty=self.empty,
             )
-            self.head = self._reward_model(self.backbone.hidden_size)
+            with torch.device("meta") if self.empty else contextlib.nullcontext():
+                self.head = self._reward_model(self.backbone.hidden_size)
         states = self.head.initial_users(num_users, torch.Generator().manual_seed(self.seed)).float()
         self.users = UserTable(states)
         self.training_mode()
@@ -168,7 +173,7 @@ class RewardModelModule(LightningModule):
             if "lora_" in name:
                 module.train()
             # Transformers checkpoints a layer only while the layer itself, but not its parts, is in train mode.
-            elif self._gradient_checkpointing and getattr(module, "gradient_checkpointing", None) is True:
+            elif self.gradient_checkpointing and getattr(module, "gradient_checkpointing", None) is True:
                 module.training = True
         self.head.train()
 
