@@ -201,6 +201,8 @@ class SavedForBackward:
 def activations(module: RewardModelModule, batch: dict[str, Tensor]) -> tuple[int, int]:
     """Bytes that a batch's forward keeps for its backward: (all but attention scores, attention scores).
 
+    Without weights this falls short by each layer's attention output, a tenth or so: fused kernels cannot be asked.
+
     With gradient checkpointing, what each layer starts from, and the largest layer's own while it is recomputed.
     """
     rows, columns = batch["input_ids"].shape
@@ -330,7 +332,7 @@ def _memory(module: RewardModelModule, gpus: int, kept: tuple[int, int], device:
         numbers = (use.weights, use.gradients, use.optimizer, use.buffers, use.gathered, kept[0], use.total + kept[0])
         lines.append(f"  {name:<12}" + "".join(f"{number / 1e9:>12.3f}" for number in numbers))
     if not cached:
-        lines.append("  activations: what the largest of these batches keeps for its backward pass")
+        lines.append("  activations: what the largest of these batches keeps for its backward pass, to within a sixth")
         if kept[1]:
             lines.append(
                 f"  {_size(kept[1])} more where the attention kernel keeps its scores (eager, or sdpa without a fused "

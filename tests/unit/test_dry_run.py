@@ -105,8 +105,8 @@ def test_activations_without_weights_are_those_of_a_real_forward(layout, tiny_ll
     batch = data.split_tokens("train").collate([0, 1, 2, 3])
     planned, scores = activations(empty(a_module(tiny_llama_path)), batch)
     seen, _ = activations(real(a_module(tiny_llama_path)), batch)
-    # The CPU's fused attention keeps its own small statistics; on the meta device it is unfused and keeps its scores.
-    assert seen == pytest.approx(planned, rel=0.1)
+    # On the meta device attention is unfused: it keeps scores where the fused kernel keeps its output, T x d a layer.
+    assert seen == pytest.approx(planned, rel=0.15)
     assert scores > 0
 
 
@@ -165,6 +165,14 @@ def options(synthetic_dir, tiny_llama_path, tmp_path, monkeypatch):
     ]
 
 
+@pytest.fixture
+def deepspeed_device(monkeypatch):
+    """DeepSpeed's choice of device goes back to what it was."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.delenv("DS_ACCELERATOR")
+
+
+@pytest.mark.usefixtures("deepspeed_device")
 def test_the_recipe_reports_and_writes_nothing(options, capsys, tmp_path):
     out = dry_run(
         capsys, tmp_path, *options, "--trainer.strategy", "deepspeed_stage_3", "--trainer.devices", "2",
@@ -183,6 +191,7 @@ def test_the_recipe_reports_and_writes_nothing(options, capsys, tmp_path):
     assert config["train_micro_batch_size_per_gpu"] == 4
 
 
+@pytest.mark.usefixtures("deepspeed_device")
 def test_a_cluster_is_planned_on_a_machine_without_a_gpu(options, capsys, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
