@@ -1,7 +1,7 @@
 """Training with prompts computed once, against a padded row for every text: pairs per second in one run.
 
-    python tests/speed/shared_prefixes.py                                  # made-up words: 200-token prompts, 14-token titles
-    python tests/speed/shared_prefixes.py --data data/lamp                 # the pairs of a dataset directory
+    python tests/speed/shared_prefixes.py                    # made-up words: 200-token prompts, 14-token titles
+    python tests/speed/shared_prefixes.py --data data/lamp   # the pairs of a dataset directory
     python tests/speed/shared_prefixes.py --dtype bfloat16 --batch-size 16
 
 A step is what training does: forward, loss, backward, AdamW. The layouts take turns on the same batches, so that a
@@ -126,8 +126,8 @@ def main() -> None:
     sys.stderr.write("\n")
     lengths = [len(tokens.sequences[n]) for ids in batches for n in tokens.text_numbers(ids)]
     print(
-        f"{source}; {args.backbone} in {args.dtype} with LoRA on {device.type}; {args.batch_size} pairs a step, texts of "
-        f"{statistics.median(lengths):.0f} tokens (median); rows by {kernel}; median of {args.steps} steps"
+        f"{source}; {args.backbone} in {args.dtype} with LoRA on {device.type}; {args.batch_size} pairs a step, "
+        f"texts of {statistics.median(lengths):.0f} tokens (median); rows by {kernel}; median of {args.steps} steps"
     )
     plain = statistics.median(seconds["padded"])
     for layout in LAYOUTS:
