@@ -29,7 +29,8 @@ _STAGES = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deep
 class KeepDtypes(DeepSpeedPrecision):
     """Parameters stay in the dtypes they have: a frozen bfloat16 backbone below a float32 adapter and head.
 
-    Lightning's own casts the whole module to one dtype.
+    Lightning's own casts the whole module to one dtype, and lets DeepSpeed divide the loss by the number of
+    accumulated batches, by which Lightning's loop has divided it already. Adam hides that; clipping by norm does not.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,9 @@ class KeepDtypes(DeepSpeedPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
+
+    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        super().backward(tensor, *args, scale_wrt_gas=False, **kwargs)
 
 
 class DeepSpeedCPUStrategy(DeepSpeedStrategy):

@@ -48,7 +48,9 @@ def place(tmp_path_factory, tiny_llama_path):
         },
         "data": {"data": str(root / "data"), "batch_size": 4, "max_length": 64},
         "trainer": {
-            "accelerator": "cpu", "max_epochs": 2, "logger": False, "gradient_clip_val": 1.0, "log_every_n_steps": 5,
+            "accelerator": "cpu", "max_epochs": 2, "logger": False,
+            # Far below the norms that come up, so that every step is clipped and none hides behind Adam.
+            "gradient_clip_val": 0.02, "log_every_n_steps": 5,
         },
         "resume_every": 3,
     }  # fmt: skip
@@ -129,14 +131,14 @@ def test_one_rank_ends_bit_for_bit_as_undisturbed(place, undisturbed, name, kill
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_may_change_on_the_way(place, stage):
-    """Two ranks under ZeRO, killed; one rank without DeepSpeed, killed; two ranks under ZeRO to the end."""
+    """Two ranks under ZeRO, killed; one rank (under ZeRO for stage 2), killed; two ranks under ZeRO to the end."""
     plain = ("--model.lora.dropout", "0")
     zero = (*plain, "--trainer.strategy", f"deepspeed_stage_{stage}")
     run(place, TWO, *zero, "--run_dir", f"whole-{stage}")
     here = ("--run_dir", f"parts-{stage}")
     run(place, TWO, *zero, *here, kill="KillInStep", step=8)
     assert states(place / here[1]) == ["3", "6"]
-    one = (*plain, *here, "--trainer.accumulate_grad_batches", "2", "--resume", "auto")
+    one = (*(zero if stage == 2 else plain), *here, "--trainer.accumulate_grad_batches", "2", "--resume", "auto")
     run(place, ONE, *one, kill="KillInStep", step=14)
     assert states(place / here[1]) == ["9", "12"]
     done = run(place, TWO, *zero, *here, "--resume", "auto")
