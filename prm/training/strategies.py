@@ -39,7 +39,7 @@ class KeepDtypes(DeepSpeedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
 
-    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, *args, scale_wrt_gas=False, **kwargs)
 
 
