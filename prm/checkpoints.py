@@ -27,7 +27,7 @@ from torch import Tensor
 from prm import store
 from prm.backbones import Backbone, content_hash, lora_as_dict, lora_from_adapter, open_backbone
 from prm.errors import UserError
-from prm.features import TransformersFeatures
+from prm.features import TransformersFeatures, input_features
 from prm.formatting import Formatter
 from prm.provenance import git_revision, package_versions
 from prm.records import user_prompt
@@ -67,9 +67,13 @@ class RewardCheckpoint:
             UserError: an unknown user, for a method that looks at users.
         """
         states = self.users.rows(user_ids) if self.head.user_dim else torch.zeros(len(rows), 0)
-        encoded = [e.ids for e in self.formatter.encode_all(rows)]
-        features = torch.from_numpy(TransformersFeatures(self.backbone, batch_size).features(encoded))
-        return self.head.cpu().scores(features, states).numpy()
+        return self.head.cpu().scores(self.features(rows, batch_size), states).numpy()
+
+    @torch.inference_mode()
+    def features(self, rows: Sequence[tuple[Any, str]], batch_size: int = 16, label: str = "features") -> Tensor:
+        """The head's inputs [N, input_dim], float32 on the CPU, of (prompt, response) rows."""
+        source = TransformersFeatures(self.backbone, batch_size, label)
+        return input_features(self.head, self.formatter.encode_all(rows), source.features)
 
 
 def load_class(path: str, base: type, allow_code: Sequence[str] = ()) -> type:
@@ -193,10 +197,10 @@ def probe_scores(checkpoint: RewardCheckpoint) -> list[list[float]]:
     formatter = Formatter(
         checkpoint.formatter.tokenizer, max(64, checkpoint.formatter.max_length), encoder=checkpoint.formatter.encoder
     )
-    encoded = [e.ids for e in formatter.encode_all([(user_prompt(p), r) for p, r in PROBE])]
-    features = torch.from_numpy(TransformersFeatures(checkpoint.backbone).features(encoded))
+    encoded = formatter.encode_all([(user_prompt(p), r) for p, r in PROBE])
     with torch.inference_mode():
-        return checkpoint.head.cpu().scores_for_all(features, states.float()).tolist()
+        inputs = input_features(checkpoint.head, encoded, TransformersFeatures(checkpoint.backbone).features)
+        return checkpoint.head.cpu().scores_for_all(inputs, states.float()).tolist()
 
 
 def compare_probes(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from prm.backbones import Backbone
+from prm.formatting import Encoded
 from prm.progress import Progress
+from prm.reward_models import FeatureReward
 
 
 def pad_batch(
@@ -61,3 +63,27 @@ class TransformersFeatures:
         if len(sequences) > self.batch_size:
             bar.close()
         return result
+
+
+def input_features(
+    head: FeatureReward,
+    encoded: Sequence[Encoded],
+    compute: Callable[[Sequence[Sequence[int]]], np.ndarray],
+) -> torch.Tensor:
+    """Inputs [N, head.input_dim] of a head for N encoded texts; each distinct token sequence is computed once.
+
+    Equal texts get one feature, so their rewards are equal to the last bit.
+
+    Args:
+        head: whose `reads_prompt` says whether the prompt's own feature stands behind the text's.
+        encoded: the texts.
+        compute: from distinct token sequences to their features [M, d].
+    """
+    texts = [e.ids for e in encoded]
+    prompts = [e.ids[: e.prompt_length] for e in encoded] if head.reads_prompt else []
+    place: dict[tuple[int, ...], int] = {}
+    for ids in (*texts, *prompts):
+        place.setdefault(ids, len(place))
+    features = torch.from_numpy(compute(list(place)))
+    parts = [features[[place[ids] for ids in rows]] for rows in (texts, prompts) if rows]
+    return torch.cat(parts, -1) if parts else torch.zeros(0, head.input_dim)

@@ -18,14 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--support", type=int, metavar="N", help="use the first N support pairs of each user (default: all)"
     )
+    parser.add_argument("--steps", type=int, default=500, help="steps of Adam (default 500, as LoRE's code)")
+    parser.add_argument("--learning-rate", type=float, help="of Adam (default: the method's own; 0.1 in LoRE's code)")
     parser.add_argument(
-        "--steps", type=int, default=500, help="gradient steps of the fit (default 500, as LoRE's code)"
+        "--optimizer",
+        choices=("auto", "newton", "adam"),
+        default="auto",
+        help="newton: damped second-order steps to convergence, for LoRE and PReF; adam: --steps of --learning-rate; "
+        "auto: newton where it fits, else adam. VPL encodes its users and takes auto alone",
     )
-    parser.add_argument("--learning-rate", type=float, default=0.1, help="of Adam (default 0.1, as LoRE's code)")
     parser.add_argument(
         "--precision",
         type=float,
-        help="Gaussian prior around the start, as an inverse variance (default: the method's own)",
+        help="Gaussian prior around the start, as an inverse variance (default: the method's own; PReF's comes from "
+        "the training users)",
     )
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per forward of the backbone (default 16)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing --out")
@@ -41,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, option)
         if value is not None and value < 1:
             raise UserError(f"--{option.replace('_', '-')} {value}: a number of 1 or more is needed")
-    if not args.learning_rate > 0 or (args.precision is not None and args.precision < 0):
+    rate = args.learning_rate
+    if (rate is not None and not rate > 0) or (args.precision is not None and not args.precision >= 0):
         raise UserError("--learning-rate must be positive and --precision not negative")
     store.refuse_existing(args.out, overwrite=args.overwrite)
     data = DatasetDir.open(args.data)
@@ -50,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
     from prm.adaptation import adapt_users
     from prm.checkpoints import open_checkpoint, with_users
-    from prm.features import TransformersFeatures
     from prm.statistics import mean_over_users, preference_credit
     from prm.user_states import UserStates
 
@@ -74,31 +80,31 @@ def run(args: argparse.Namespace) -> int:
             f"{len(crossing)} users of {args.data} are in the checkpoint already ({crossing[0]}, ...): new users only"
         )
     user_ids = list(taken)
-    encoded = {
-        key: checkpoint.formatter.encode(*key_pair).ids
-        for key, key_pair in {
-            (store.fingerprint(p.prompt), text): (p.prompt, text) for p in pairs for text in (p.chosen, p.rejected)
-        }.items()
-    }
-    rows = {key: row for row, key in enumerate(encoded)}
-    source = TransformersFeatures(checkpoint.backbone, args.batch_size, label="features of the support pairs")
-    features = torch.from_numpy(source.features(list(encoded.values())))
+    texts = {(store.fingerprint(p.prompt), text): (p.prompt, text) for p in pairs for text in (p.chosen, p.rejected)}
+    rows = {key: row for row, key in enumerate(texts)}
+    # Each text once, also in what the formatter counts as cut.
+    features = checkpoint.features(list(texts.values()), args.batch_size, label="features of the support pairs")
     keys = [store.fingerprint(p.prompt) for p in pairs]
     chosen = features[[rows[k, p.chosen] for k, p in zip(keys, pairs, strict=True)]]
     rejected = features[[rows[k, p.rejected] for k, p in zip(keys, pairs, strict=True)]]
-    index = torch.tensor([user_ids.index(p.user_id) for p in pairs])
+    place = {user: row for row, user in enumerate(user_ids)}
+    index = torch.tensor([place[p.user_id] for p in pairs])
+    head.cpu()
     start = head.new_users(len(user_ids), checkpoint.users.states)
+    precision = head.prior_precision(checkpoint.users.states) if args.precision is None else args.precision
     fit_started = time.monotonic()
-    states = adapt_users(
+    fit = adapt_users(
         head,
         chosen,
         rejected,
         index,
         start,
+        optimizer=args.optimizer,
         steps=args.steps,
         learning_rate=args.learning_rate,
-        precision=args.precision,
+        precision=precision,
     )
+    states = fit.states
     fit_seconds = time.monotonic() - fit_started
     with torch.inference_mode():
         score_chosen, score_rejected = (head.scores(f, states[index]).tolist() for f in (chosen, rejected))
@@ -113,9 +119,10 @@ def run(args: argparse.Namespace) -> int:
         },
         "users": len(user_ids),
         "pairs": len(pairs),
-        "steps": args.steps,
-        "learning_rate": args.learning_rate,
-        "precision": head.adaptation_precision if args.precision is None else args.precision,
+        "fit": fit.how,
+        "unfinished_users": fit.unfinished,
+        **({"steps": args.steps, "learning_rate": rate or head.adaptation_lr} if fit.how == "adam" else {}),
+        "precision": precision.tolist() if isinstance(precision, torch.Tensor) else precision,
         "support_accuracy": support.mean,
         "cut_rows": checkpoint.formatter.cut_rows,
     }
@@ -140,7 +147,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        note = "" if head.user_dim else f" ({type(head).__name__} does not look at users: nothing was fitted)"
+        note = f" ({fit.how})" if head.user_dim else f" ({type(head).__name__} ignores users: nothing was fitted)"
+        if fit.unfinished:
+            note += f", {fit.unfinished} of them not to the end"
         print(
             f"{len(user_ids)} users adapted on {len(pairs)} support pairs in {fit_seconds:.2f} s{note}; "
             f"accuracy on those pairs {100 * support.mean:.1f} %; {dropped} pairs left out by --support, "

@@ -73,7 +73,8 @@ def rebuild(
         raise UserError(f"the backbone {name} is not the one {source.run} was trained on: its weights changed")
     backbone = open_backbone(name, dtype=dtype or _dtype(trained_in, recorded), lora=lora, **wanted)
     head = _head(cls, backbone.hidden_size, arguments, class_path)
-    users = _load(source.path, backbone, head, user_ids, weights)
+    head, states = head.finished(_load(source.path, backbone, head, user_ids, weights))
+    users = UserStates(user_ids, states)
     formatter = Formatter(backbone.tokenizer, max_length, encoder=backbone.encoder)
     return RewardCheckpoint(source.path, facts, backbone.eval(), head.eval(), users, formatter)
 
@@ -88,8 +89,8 @@ def _head(cls: type, feature_dim: int, arguments: dict[str, Any], class_path: st
 
 def _load(
     path: Path, backbone: Backbone, head: FeatureReward, user_ids: list[str], weights: dict[str, Tensor]
-) -> UserStates:
-    """Put the weights into the backbone's adapter and the head; every name and shape must fit, none may be empty."""
+) -> Tensor:
+    """Load the adapter and the head, and return the users' states; every name and shape must fit, none may be empty."""
     own = {f"backbone.{name}": p for name, p in backbone.named_parameters() if p.requires_grad}
     own |= {f"head.{name}": value for name, value in head.state_dict().items()}
     shapes = {name: tuple(value.shape) for name, value in own.items()}
@@ -106,7 +107,7 @@ def _load(
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(weights[name])
-    return UserStates(user_ids, weights.get(_USERS, torch.zeros(len(user_ids), 0)))
+    return weights.get(_USERS, torch.zeros(len(user_ids), 0))
 
 
 def _read_config(run: Path) -> dict[str, Any]:

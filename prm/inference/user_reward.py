@@ -13,6 +13,7 @@ import torch
 from prm.backbones import content_hash, open_tokenizer
 from prm.checkpoints import fingerprint, load_head
 from prm.errors import UserError
+from prm.features import input_features
 from prm.formatting import Formatter
 from prm.inference.engines.base import FeatureEngine
 from prm.records import Prompt
@@ -92,12 +93,10 @@ class UserReward:
         if self._engine is None:
             raise RuntimeError("no engine is attached")
         encoded = self.formatter.encode_all(rows)
-        unique = {e.ids: None for e in encoded}
-        place = {ids: i for i, ids in enumerate(unique)}
-        features = self._engine.features(list(unique), self.label if self.adapter is not None else None)
-        features_nd = torch.from_numpy(features[[place[e.ids] for e in encoded]])
+        engine, adapter = self._engine, self.label if self.adapter is not None else None
+        inputs_nd = input_features(self.head, encoded, lambda sequences: engine.features(sequences, adapter))
         states = self.users.rows(user_ids) if self.head.user_dim else torch.zeros(len(rows), 0)
-        scores = self.head.scores(features_nd, states).double().numpy()
+        scores = self.head.scores(inputs_nd, states).double().numpy()
         if not np.isfinite(scores).all():
             raise UserError(f"{self.path} gives rewards that are not finite: the checkpoint is not usable")
         return scores, np.array([e.cut for e in encoded])

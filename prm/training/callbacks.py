@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def full_state(module: RewardModelModule) -> dict[str, Tensor]:
-    """Trainable parameters by name, whole and in float32, on the CPU.
+    """Trainable parameters and the head's buffers by name, whole and in float32, on the CPU.
 
     DeepSpeed keeps the float32 weights in shards and gathers them here, so every rank must call this.
     """
@@ -40,6 +40,10 @@ def full_state(module: RewardModelModule) -> dict[str, Tensor]:
         expected = getattr(parameter, "ds_shape", parameter.shape)
         assert full is not None and full.shape == expected, f"{name} was not gathered"
         state[name] = full.detach().float().cpu().clone()
+    for name, value in module.head.state_dict().items():
+        # Parameters are there already, and whole.
+        if f"head.{name}" not in state:
+            state[f"head.{name}"] = value.detach().float().cpu().clone()
     return state
 
 
@@ -65,7 +69,9 @@ def export_checkpoint(
     with torch.random.fork_rng(devices=[]):
         head = type(module.head)(**module.head.arguments())
         head.load_state_dict(head_state)
-        users = UserStates(data.user_ids, state.get("users.states", module.users.states))
+        head, states = head.finished(state.get("users.states", module.users.states))
+        head_state = head.state_dict()
+        users = UserStates(data.user_ids, states)
         live = RewardCheckpoint(out, {}, module.backbone, head.eval(), users, data.formatter)
         probe = probe_scores(live)
         if write:

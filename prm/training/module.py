@@ -15,7 +15,7 @@ from prm.backbones import Backbone, LoraSpec, open_backbone, resolve, torch_dtyp
 from prm.errors import UserError
 from prm.packing import flex_problem
 from prm.preference_accuracy import UserPreferenceAccuracy
-from prm.reward_models import FeatureReward
+from prm.reward_models import FeatureReward, PReF
 from prm.training.strategies import partitioned_load, restore_rotary_buffers
 from prm.training.validation import UserMeanLoss
 
@@ -136,6 +136,8 @@ class RewardModelModule(LightningModule):
             UserError: the weights belong to another model.
         """
         own = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        # What a head keeps beside its parameters, such as the network that all users began with.
+        own |= {f"head.{name}": value for name, value in self.head.state_dict().items()}
         odd = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]
         if odd:
             raise UserError(f"the saved weights do not fit this model: {odd[0]} differs ({len(odd)} in all)")
@@ -162,9 +164,28 @@ class RewardModelModule(LightningModule):
             )
             with torch.device("meta") if self.empty else contextlib.nullcontext():
                 self.head = self._reward_model(self.backbone.hidden_size)
+        self._check_head()
         states = self.head.initial_users(num_users, torch.Generator().manual_seed(self.seed)).float()
         self.users = UserTable(states)
         self.training_mode()
+
+    def _check_head(self) -> None:
+        """Refuse what this module would train as something else.
+
+        Raises:
+            UserError: the method needs another pooling, a start or a batch that is not there.
+        """
+        name, wanted = type(self.head).__name__, self.head.required_pooling
+        if wanted is not None and self._pooling != wanted:
+            raise UserError(f"{name} is defined on another feature: it needs model.pooling {wanted}")
+        if self.head.context_pairs or self.head.reads_prompt:
+            needs = "annotated pairs of the user" if self.head.context_pairs else "the prompt's own feature"
+            raise UserError(f"{name} reads {needs}, which the recipe's batches do not hold: it cannot be trained here")
+        if isinstance(self.head, PReF) and self.head.start != "random":
+            raise UserError(
+                f"PReF's start {self.head.start} is a function of its own (prm.reward_models.pref_start) that the "
+                "recipe does not call: set model.reward_model.init_args.start random"
+            )
 
     def training_mode(self) -> None:
         """Adapter and head in train mode (dropout), everything frozen in eval mode."""
@@ -286,12 +307,16 @@ class RewardModelModule(LightningModule):
         if self.schedule == "linear" and total == float("inf"):
             raise UserError("model.schedule linear needs an end: set trainer.max_steps or trainer.max_epochs")
 
-        def factor(step: int) -> float:
+        def rate(step: int) -> float:
             if step < self.warmup_steps:
                 return (step + 1) / (self.warmup_steps + 1)
             return (
                 1.0 if self.schedule == "constant" else max(0.0, (total - step) / max(1.0, total - self.warmup_steps))
             )
 
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        def rate_of(part: str) -> Callable[[int], float]:
+            # Methods that alternate rest a part in some steps.
+            return lambda step: 0.0 if part in self.head.resting(step) else rate(step)
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [rate_of(g["name"]) for g in optimizer.param_groups])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

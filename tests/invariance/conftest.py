@@ -19,7 +19,15 @@ from prm.reward_models import FeatureReward
 from prm.training.module import RewardModelModule
 
 # Constructor arguments beside feature_dim.
-ARGUMENTS: dict[str, dict[str, Any]] = {"GlobalBT": {}, "LoRE": {"num_bases": 3}}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "GlobalBT": {},
+    "LoRE": {"num_bases": 3},
+    "LoREAlt": {"num_bases": 3, "period": 2},
+    "MPU": {"width": 4},
+    "MPUAvg": {"width": 4},
+    "PALA": {"num_groups": 3, "width": 8},
+    "PReF": {"num_factors": 3, "start": "random"},
+}
 
 
 def arguments_of(method: type[FeatureReward]) -> dict[str, Any]:
@@ -28,9 +36,11 @@ def arguments_of(method: type[FeatureReward]) -> dict[str, Any]:
 
 
 def methods() -> list[type[FeatureReward]]:
-    """All reward models that prm exports."""
+    """All reward models that prm exports and the recipe trains on the last token's feature."""
     found = [getattr(prm.reward_models, name) for name in prm.reward_models.__all__]
-    return [c for c in found if inspect.isclass(c) and issubclass(c, FeatureReward) and c is not FeatureReward]
+    classes = [c for c in found if inspect.isclass(c) and issubclass(c, FeatureReward) and c is not FeatureReward]
+    # The module refuses these, which test_training_module holds; GlobalMean is GlobalBT on another pooling.
+    return [c for c in classes if c.__name__ not in ("GlobalMean", "PALB", "VPL")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,8 +1,10 @@
+import itertools
 import math
 
 import pytest
 import torch
 from lightning import Trainer
+from lightning.pytorch.callbacks import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_modules.preference_data import PreferenceDataModule
@@ -12,7 +14,7 @@ from prm.dataset_dir import write_dataset
 from prm.errors import UserError
 from prm.losses import bradley_terry
 from prm.records import PreferencePair, User, user_prompt
-from prm.reward_models import GlobalBT, LoRE
+from prm.reward_models import MPU, PALB, VPL, GlobalBT, GlobalMean, LoRE, LoREAlt, MPUAvg, PReF
 from prm.training.callbacks import PrmCheckpoint, full_state
 from prm.training.module import RewardModelModule
 
@@ -232,6 +234,74 @@ def test_saving_a_checkpoint_does_not_disturb_the_training(make, tmp_path):
         fit(module, data, max_epochs=2, callbacks=callbacks)
         ends.append(full_state(module))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+# Methods
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (GlobalMean, "needs model.pooling mean"),
+        (PReF, "init_args.start random"),
+        (VPL, "annotated pairs of the user"),
+        (PALB, "the prompt's own feature"),
+    ],
+)
+def test_a_method_that_would_be_trained_as_something_else_is_refused(make, method, words):
+    module, data = make(method)
+    with pytest.raises(UserError, match=words):
+        fit(module, data)
+
+
+def test_the_mean_over_tokens_trains_where_it_is_the_pooling(make, tmp_path):
+    module, data = make(GlobalMean, pooling="mean", lora=None)
+    fit(module, data, callbacks=[PrmCheckpoint(tmp_path, {})])
+    assert isinstance(open_checkpoint(tmp_path / "last").head, GlobalMean)
+
+
+def test_turns(make):
+    """Bases and adapter move in steps 1, 2 and 5, 6; users in 3, 4: a part that rests does not move at all."""
+    seen = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            seen.append({n: v.clone() for n, v in full_state(module).items()})
+
+    module, data = make(lambda d: LoREAlt(d, 2, period=2))
+    data.setup("fit")
+    module.build(2)
+    seen.append(full_state(module))
+    fit(module, data, max_epochs=2, callbacks=[Watch()])
+    assert len(seen) == 7
+    for step, (before, after) in enumerate(itertools.pairwise(seen)):
+        moved = {n.split(".")[0] for n in after if not torch.equal(before[n], after[n])}
+        assert moved == ({"users"} if step in (2, 3) else {"backbone", "head"}), step
+
+
+@pytest.mark.parametrize("average", ["parameters", "scores"])
+def test_the_average_of_all_users_networks_is_what_a_run_leaves(make, tmp_path, average):
+    module, data = make(lambda d: MPUAvg(d, 4, average=average))
+    fit(module, data, max_epochs=2, callbacks=[PrmCheckpoint(tmp_path, {})])
+    last = open_checkpoint(tmp_path / "last")
+    assert last.users.states.shape == (2, 0) and last.head.members == (1 if average == "parameters" else 2)
+    features = torch.randn(5, module.backbone.hidden_size)
+    own = module.head.eval().scores_for_all(features, module.users.states)
+    assert (own[0] - own[1]).abs().max() > 1e-4
+    mean = module.head.scores_for_all(features, module.users.states.mean(0, keepdim=True))[0]
+    expected = mean if average == "parameters" else own.mean(0)
+    found = last.head.scores_for_all(features, last.users.states)
+    assert found.shape == (2, 5)
+    assert torch.allclose(found, expected.expand(2, 5), atol=1e-5)
+
+
+def test_a_new_users_network_begins_where_the_trained_ones_did(make, tmp_path):
+    module, data = make(lambda d: MPU(d, 4))
+    fit(module, data, max_epochs=2, callbacks=[PrmCheckpoint(tmp_path, {})])
+    last = open_checkpoint(tmp_path / "last")
+    start = module.head.initial_users(1, torch.Generator())
+    assert torch.equal(last.head.new_users(1, last.users.states), start)
+    assert not torch.equal(last.users.states[:1], start)
 
 
 # Rows
