@@ -161,3 +161,8 @@ def assert_same() -> Any:
 @pytest.fixture(scope="session")
 def method_arguments() -> Any:
     return arguments_of
+
+
+@pytest.fixture(scope="session")
+def all_methods() -> list[type[FeatureReward]]:
+    return methods()

@@ -9,18 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from prm.reward_models import FeatureReward
-
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(invariance_data, tiny_llama_path, method_arguments, tmp_path_factory):
-    import prm.reward_models
-
-    classes = [getattr(prm.reward_models, name) for name in prm.reward_models.__all__]
-    found = {f"{c.__module__}.{c.__qualname__}": method_arguments(c) for c in classes if c is not FeatureReward}
+def two_ranks(invariance_data, tiny_llama_path, all_methods, method_arguments, tmp_path_factory):
+    found = {f"{c.__module__}.{c.__qualname__}": method_arguments(c) for c in all_methods}
     out = tmp_path_factory.mktemp("ranks") / "results.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(Path(__file__).with_name("two_ranks.py"))
