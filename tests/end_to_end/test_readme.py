@@ -25,7 +25,7 @@ def test_the_readmes_commands_run(tmp_path: Path, smollm2_path: Path, minilm_pat
     if absent := [name for extra in ("train", "eval", "track", "report") for name in missing(extra)]:
         pytest.skip(f"not installed: {', '.join(absent)}")
     blocks = MARK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     # A directory that looks like the project's root, so that the README's relative paths land in a scratch place.
     for name in ("recipes", "mlflow", "prm", "data_modules"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -54,4 +54,6 @@ def test_the_readmes_commands_run(tmp_path: Path, smollm2_path: Path, minilm_pat
     assert "zero_optimization" in done.stdout and "GPU" in done.stdout
     frozen = json.loads((tmp_path / "runs/frozen/checkpoints/best/prm.json").read_text())
     assert frozen["backbone"]["lora"] is None
+    other = json.loads((tmp_path / "runs/pref/checkpoints/best/prm.json").read_text())
+    assert other["class_path"].endswith(".PReF")
     assert (tmp_path / "exports/first/model.safetensors").is_file()
